@@ -109,12 +109,12 @@ func (o *observer) endEvent(e event, out outcome) {
 }
 
 // operations returns the durations of all events so far.
-func (o *observer) operations() (all []trace.NodeOperations) {
+func (o *observer) operations() (all []trace.Operations) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for kind := range o.durations {
 		if o.durations[kind].Count() > 0 {
-			all = append(all, trace.NodeOperations{Kind: message.Kind(kind), Durations: o.durations[kind]})
+			all = append(all, trace.Operations{Kind: message.Kind(kind), Durations: o.durations[kind]})
 		}
 	}
 	return all

@@ -1,16 +1,14 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"strings"
-	"text/tabwriter"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
@@ -19,23 +17,9 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-const (
-	// maxNodeLines is the maximum number of nodes of a role in a report. Of more nodes, it shows those that
-	// took longest.
-	maxNodeLines = 32
-	// A server is late if the workers wait for its responses lateFactor times as long as for those of the
-	// other servers, in relation to their size if they are larger, and at least lateTime longer.
-	lateFactor = 2
-	lateTime   = 100 * time.Microsecond
-	// A node is late if it has held up the others for heldUpTime and a heldUpShare-th of the job's time.
-	heldUpTime  = 100 * time.Millisecond
-	heldUpShare = 20
-	// answerTime is how long a node that others blame may take to answer hvdrun. They have waited for it for
-	// the heartbeat timeout, or for the time limit of Start.
-	answerTime = time.Second
-	// waitTime is the time from which on a report shows that a node waits.
-	waitTime = 100 * time.Millisecond
-)
+// answerTime is how long a node that others blame may take to answer hvdrun. They have waited for it for
+// the heartbeat timeout, or for the time limit of Start.
+const answerTime = time.Second
 
 // nodeReporter makes reports about the nodes of a parameter server, for launch.Inquiry.
 type nodeReporter struct {
@@ -138,215 +122,34 @@ func (r *nodeReporter) read(bodies map[int][]byte) map[int]*trace.Node {
 	return all
 }
 
-// nodeLine is what a report shows of a node.
-type nodeLine struct {
-	name           string
-	returned       bool
-	requests       uint64        // pushes and pulls that the node has made or handled
-	time           time.Duration // sum of their times
-	responses      uint64        // of a server to workers
-	response       time.Duration // sum of the times that the workers waited for them
-	sent, received uint64
-	resent         uint64
-	heldUp         time.Duration
-}
-
-// lineOf returns what a report shows of a node. all has all nodes.
-func lineOf(n *trace.Node, all map[int]*trace.Node) *nodeLine {
-	l := &nodeLine{name: n.Name, returned: n.Returned}
-	for i := range n.Operations {
-		d := &n.Operations[i].Durations
-		l.requests += d.Count()
-		l.time += d.Sum
-	}
-	for i := range n.Peers {
-		p := &n.Peers[i]
-		l.sent, l.received, l.resent = l.sent+p.SentBytes, l.received+p.ReceivedBytes, l.resent+p.Resent
-	}
-	for _, other := range all {
-		for i := range other.Peers {
-			if p := &other.Peers[i]; p.Name == n.Name {
-				l.responses, l.response = l.responses+p.Responses, l.response+p.ResponseTime
-				l.heldUp += p.HeldUp
-			}
-		}
-	}
-	return l
-}
-
-// mean returns the mean of n durations, or 0 if there are none.
-func mean(sum time.Duration, n uint64) time.Duration { return short(sum / time.Duration(max(n, 1))) }
-
-// bytes returns the mean size of a request and its response.
-func (l *nodeLine) bytes() uint64 { return (l.sent + l.received) / max(l.requests, 1) }
-
-// lateness returns in which ways the node was late, compared with the other nodes of its role. up is the time
-// of the job.
-func (l *nodeLine) lateness(role []*nodeLine, up time.Duration) (late []string) {
-	var rest nodeLine
-	for _, o := range role {
-		if o != l {
-			rest.requests, rest.time = rest.requests+o.requests, rest.time+o.time
-			rest.responses, rest.response = rest.responses+o.responses, rest.response+o.response
-			rest.sent, rest.received = rest.sent+o.sent, rest.received+o.received
-		}
-	}
-	own, others := mean(l.response, l.responses), mean(rest.response, rest.responses)
-	larger := max(1, float64(l.bytes())/float64(max(rest.bytes(), 1)))
-	if rest.responses > 0 && own-others >= lateTime && float64(own) >= lateFactor*larger*float64(others) {
-		late = append(late, fmt.Sprintf("workers waited %v for its responses on average, and %v for those of other "+
-			"servers (it handled a request in %v, they in %v; a request and its response had %s, theirs %s; it sent "+
-			"%d messages again)", own, others, mean(l.time, l.requests), mean(rest.time, rest.requests),
-			size(l.bytes()), size(rest.bytes()), l.resent))
-	}
-	if l.heldUp < max(heldUpTime, up/heldUpShare) {
-		return late
-	}
-	text := fmt.Sprintf("others waited %v only for it, in barriers or in Clock", short(l.heldUp))
-	if rest.requests > 0 && l.requests > 0 && l.responses == 0 {
-		text += fmt.Sprintf(" (its pushes and pulls took %v on average, those of other workers %v)",
-			mean(l.time, l.requests), mean(rest.time, rest.requests))
-	}
-	return append(late, text)
-}
-
-// text returns a report. known says what is known about the process of each node, and atEnd that the job has
-// ended.
+// text returns a report about the states of nodes. known says what is known about the process of each node,
+// and atEnd that the job has ended.
 func (r *nodeReporter) text(title string, all map[int]*trace.Node, known []string, atEnd bool,
 	err error) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "hvdrun: %s\n", title)
-	r.writeProblems(&b, all, known, atEnd)
-	columns := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(columns, "node\trequests\tmean time\tresponse\treceived\tsent\tsent again\theld up others")
-	for _, role := range r.roles(all) {
-		for _, l := range shown(role) {
-			name := l.name
-			if l.returned {
-				name += " (restarted)"
-			}
-			fmt.Fprintf(columns, "%s\t%d\t%s\t%s\t%s\t%s\t%d\t%s\n", name, l.requests,
-				cell(mean(l.time, l.requests)), cell(mean(l.response, l.responses)), size(l.received),
-				size(l.sent), l.resent, cell(short(l.heldUp)))
+	absent := "did not answer"
+	if atEnd {
+		absent = "did not report at its end"
+	}
+	var nodes []*trace.Node
+	for process := range r.size {
+		n, name := all[process], r.nodes.Name(process)
+		if n != nil {
+			nodes = append(nodes, n)
 		}
-		if more := len(role) - maxNodeLines; more > 0 {
-			fmt.Fprintf(columns, "... and %d more\n", more)
+		if n == nil || atEnd && !n.Final {
+			fmt.Fprintf(&b, "%s %s: %s", strings.ToUpper(name[:1])+name[1:], absent, known[process])
+			if n != nil {
+				fmt.Fprintf(&b, "; the table has its state %v after its start", n.Up.Round(time.Millisecond))
+			}
+			b.WriteString(".\n")
 		}
 	}
-	columns.Flush() //nolint:errcheck // a strings.Builder returns no errors
+	b.WriteString(analysis.AnalyseNodes(nodes).Text())
 	if r.dir != "" {
 		_, failed := recorder.WriteText(r.dir, "report.txt", []byte(b.String()))
 		err = errors.Join(err, failed)
 	}
 	return r.framed(b.String(), err)
-}
-
-// roles returns what a report shows of the scheduler, the servers and the workers.
-func (r *nodeReporter) roles(all map[int]*trace.Node) (roles [3][]*nodeLine) {
-	for process := range r.size {
-		if n := all[process]; n != nil {
-			role := min(process, 1)
-			if process > r.nodes.Servers {
-				role = 2
-			}
-			roles[role] = append(roles[role], lineOf(n, all))
-		}
-	}
-	return roles
-}
-
-// shown returns the nodes of a role that a report shows: of too many, those that took longest.
-func shown(role []*nodeLine) []*nodeLine {
-	if len(role) <= maxNodeLines {
-		return role
-	}
-	role = slices.Clone(role)
-	slices.SortStableFunc(role, func(a, b *nodeLine) int {
-		return cmp.Or(cmp.Compare(b.heldUp, a.heldUp), cmp.Compare(b.response, a.response),
-			cmp.Compare(b.time, a.time))
-	})
-	return role[:maxNodeLines]
-}
-
-// writeProblems writes which nodes have sent no state, which ones wait, and which ones are late.
-func (r *nodeReporter) writeProblems(b *strings.Builder, all map[int]*trace.Node, known []string,
-	atEnd bool) {
-	absent := "did not answer"
-	if atEnd {
-		absent = "did not report at its end"
-	}
-	var up time.Duration
-	for process := range r.size {
-		n := all[process]
-		if n == nil || atEnd && !n.Final {
-			fmt.Fprintf(b, "%s %s: %s", capital(r.nodes.Name(process)), absent, known[process])
-			if n == nil {
-				b.WriteString(".\n")
-				continue
-			}
-			fmt.Fprintf(b, "; the table has its state %v after its start.\n", short(n.Up))
-		}
-		up = max(up, n.Up)
-		for _, w := range n.Waits {
-			if w.Time < waitTime {
-				continue
-			}
-			have := "has"
-			if len(w.Waiting) > 1 {
-				have = "have"
-			}
-			fmt.Fprintf(b, "%s: %s %s waited %s for %s.\n", capital(logs.Plain(w.What)), listed(w.Waiting), have,
-				short(w.Time), listed(w.Missing))
-		}
-	}
-	for _, role := range r.roles(all) {
-		for _, l := range role {
-			for _, text := range l.lateness(role, up) {
-				fmt.Fprintf(b, "%s was late: %s.\n", capital(l.name), text)
-			}
-		}
-	}
-}
-
-// listed returns names in a sentence. Of many, it returns only some.
-func listed(names []string) string {
-	const most = 8
-	if more := len(names) - most; more > 0 {
-		names = append(slices.Clone(names[:most]), fmt.Sprintf("%d more", more))
-	}
-	text := logs.Plain(strings.Join(names, ", "))
-	if at := strings.LastIndex(text, ", "); at >= 0 {
-		return text[:at] + " and" + text[at+1:]
-	}
-	return text
-}
-
-func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
-
-// short rounds a duration to about three digits.
-func short(d time.Duration) time.Duration {
-	unit := time.Duration(1)
-	for d/unit >= 1000 {
-		unit *= 10
-	}
-	return d.Round(unit)
-}
-
-// cell returns the text of a duration in a table.
-func cell(d time.Duration) string {
-	if d == 0 {
-		return "-"
-	}
-	return d.String()
-}
-
-// size returns a number of bytes with about three digits.
-func size(n uint64) string {
-	for i, unit := range []string{"B", "kB", "MB", "GB", "TB"} {
-		f := float64(n) / math.Pow(1000, float64(i))
-		if f < 1000 || unit == "TB" {
-			return fmt.Sprintf("%.3g %s", f, unit)
-		}
-	}
-	return ""
 }

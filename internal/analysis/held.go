@@ -1,6 +1,7 @@
 package analysis
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
@@ -80,6 +81,13 @@ func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 		k.Held += charge
 		l.charged, l.begun = from+charge, true
 	}
+}
+
+// Clone returns a copy of l.
+func (l *Held) Clone() Held {
+	c := *l
+	c.ranks = slices.Clone(l.ranks)
+	return c
 }
 
 // rank returns the entry of a rank, and allocates it if needed.

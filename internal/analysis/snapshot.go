@@ -1,11 +1,15 @@
-// Package analysis finds out which ranks wait for which other ranks, and which ranks were late. Its input is
-// what the ranks of a job report about their operations.
+// Package analysis finds out which ranks wait for which other ranks, and which ranks were late. Its input
+// is what the ranks of a job report about their operations.
 //
-// The input consists of records. A record describes one operation on one tensor at one rank. The
-// package has three users. The coordinator adds each operation to a Held when the last member has asked for
-// it. The flight recorder of each rank provides a Snapshot, and Analyse finds the pending operations and the
-// ranks that have not asked for them. The timelines provide the operations of all ranks in order to a Late,
-// and Lateness.Suspects chooses the ranks that a report names. All of them use the same rules for lateness.
+// Held has the rules that say for how long a rank or node held up all others. It is fed live, by the
+// coordinator when the last member has asked for an operation, and by the scheduler of a parameter server
+// when a barrier or the clock no longer waits for a node; or by a Late, which compares the operations of
+// all ranks. These come from timelines. Lateness.Suspects chooses the ranks that a report names, and
+// Span.Long says which waits are long.
+//
+// Analyse compares the flight recorders of all ranks, and finds the pending operations and the ranks that
+// have not asked for them. AnalyseNodes does the same for the nodes of a parameter server, and says which
+// were late.
 package analysis
 
 import (

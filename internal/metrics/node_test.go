@@ -13,7 +13,7 @@ import (
 
 // someNode returns statistics of a node in which every metric has another value.
 func someNode() trace.Node {
-	return trace.Node{Name: "server 1", Role: "server", Operations: []trace.NodeOperations{
+	return trace.Node{Name: "server 1", Role: "server", Operations: []trace.Operations{
 		{Kind: message.Pull, Durations: histogramOf(time.Millisecond, 3*time.Millisecond)},
 	}, Peers: []trace.Peer{
 		{Name: "scheduler", Requests: 1, SentBytes: 100},

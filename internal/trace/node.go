@@ -4,8 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"time"
-
-	"github.com/gohvd/gohvd/internal/message"
 )
 
 // Node is the state of a node of a parameter server at one moment. Its counters begin with 0 when the node
@@ -18,8 +16,9 @@ type Node struct {
 	// Up is the time since the node was started. Final says that the node has left the job.
 	Up    time.Duration
 	Final bool
-	// Operations has an element for each kind of pushes and pulls that the node has ended.
-	Operations []NodeOperations
+	// Operations has an element for each kind of pushes and pulls that the node has ended: at a worker with
+	// the times from the call to the completion, at a server with those from the arrival to the response.
+	Operations []Operations
 	// Peers has the processes with which the node is or was connected, sorted by id.
 	Peers []Peer
 	// Unreplicated is the number of ranges of keys that the node serves, counted for each app, and that no
@@ -59,13 +58,6 @@ type NodeWait struct {
 	Time time.Duration
 	// Waiting are the names of the nodes that wait, and Missing of those that they wait for.
 	Waiting, Missing []string
-}
-
-// NodeOperations counts the pushes or pulls of a kind. Durations has the time of each: at a worker from the
-// call to the completion, at a server from the arrival to the response.
-type NodeOperations struct {
-	Kind      message.Kind
-	Durations Histogram
 }
 
 // Peer is what a node of a parameter server has exchanged with another process.

@@ -12,7 +12,7 @@ import (
 // FuzzDecodeNode checks that a state that can be decoded is the same after it was encoded and decoded again.
 func FuzzDecodeNode(f *testing.F) {
 	n := trace.Node{Name: "worker 1", Role: "worker", Returned: true, Up: time.Hour, Final: true,
-		Operations: []trace.NodeOperations{{Kind: message.Push}}, Unreplicated: 2,
+		Operations: []trace.Operations{{Kind: message.Push}}, Unreplicated: 2,
 		Peers: []trace.Peer{{ID: 8, Name: "server 0", Requests: 3, Waiting: 1, SentBytes: 4, ReceivedBytes: 5,
 			Resent: 6, Duplicates: 7, LagMessages: 8, LagBytes: 9, Responses: 2, ResponseTime: time.Second,
 			HeldUp: time.Minute}},

@@ -1,10 +1,10 @@
 // Package report reads the timelines of the ranks of a job. It reports which ranks were late, how the ranks
 // spent their time, and which settings could be changed. It also merges the timelines into one trace.
 //
-// The files of all ranks are read side by side, as streams. The package keeps the operations that some ranks
-// have not ended yet, and some numbers of the others (docs/timeline.md, Reading it). It accepts any input.
-// For a file that is not a timeline, the error says what is wrong and at which byte. If a file is damaged, the
-// package uses the operations before the damage.
+// The files of all ranks are read side by side, as streams. The package keeps the operations that some
+// ranks have not ended yet, and some numbers of the others (docs/timeline.md, Reading it). It accepts any
+// input. For a file that is not a timeline, the error says what is wrong and at which byte. If a file is
+// damaged, the package uses the operations before the damage.
 package report
 
 import (

@@ -15,7 +15,9 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -36,10 +38,11 @@ type scheduler struct {
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
 	// arrive before the entry. The group is 0 for the clock.
 	withdrawn map[[2]int]int64
-	clocks    map[int]int64         // number of iterations that a worker has ended, by id
-	ticks     map[int]tick          // workers that wait for slower ones, by id
-	waits     map[int]wait          // of the barriers in which nodes wait, by group; 0 is the clock
-	heldUp    map[int]time.Duration // how long others have waited only for a node, by id
+	clocks    map[int]int64 // number of iterations that a worker has ended, by id
+	ticks     map[int]tick  // workers that wait for slower ones, by id
+	waits     map[int]wait  // of the barriers in which nodes wait, by group; 0 is the clock
+	// late says how long others have waited only for a node. Its ranks are the ids of nodes.
+	late analysis.Held
 	// generation is the number of processes that have taken the place of another one. It is guarded by the
 	// van's mu.
 	generation uint64
@@ -63,7 +66,7 @@ func newScheduler(v *Van) *scheduler {
 	return &scheduler{van: v, complete: make(chan struct{}), waiting: make(map[*applicant]bool),
 		gaveUp: make(map[int]bool), barriers: make(map[int]map[int]entry),
 		withdrawn: make(map[[2]int]int64), clocks: make(map[int]int64), ticks: make(map[int]tick),
-		waits: make(map[int]wait), heldUp: make(map[int]time.Duration)}
+		waits: make(map[int]wait)}
 }
 
 // wait waits until all nodes have registered.
@@ -351,7 +354,7 @@ func (s *scheduler) waitFor(group int, missing []int) {
 	}
 	if last != w.last {
 		if w.last != 0 {
-			s.heldUp[w.last] += now - w.alone
+			s.late.Add(topo.Rank(w.last), w.alone, now, true)
 		}
 		w.last, w.alone = last, now
 	}
@@ -367,11 +370,11 @@ func (s *scheduler) addStats(n *trace.Node) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := v.now()
-	heldUp := maps.Clone(s.heldUp)
+	late := s.late.Clone()
 	for _, group := range slices.Sorted(maps.Keys(s.waits)) {
 		w := s.waits[group]
 		if w.last != 0 {
-			heldUp[w.last] += now - w.alone
+			late.Add(topo.Rank(w.last), w.alone, now, true)
 		}
 		wait := trace.NodeWait{What: fmt.Sprintf("barrier of group %d", group), Time: now - w.began}
 		waiting := slices.Sorted(maps.Keys(s.barriers[group]))
@@ -382,8 +385,10 @@ func (s *scheduler) addStats(n *trace.Node) {
 		n.Waits = append(n.Waits, wait)
 	}
 	processes := make(map[int]time.Duration)
-	for id, d := range heldUp {
-		processes[v.firstOf(id)] += d
+	for _, node := range late.Ranks() {
+		if node.Held > 0 {
+			processes[v.firstOf(int(node.Rank))] += node.Held
+		}
 	}
 	for i := range n.Peers {
 		n.Peers[i].HeldUp = processes[n.Peers[i].ID]
