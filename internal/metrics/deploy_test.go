@@ -262,8 +262,8 @@ func TestDashboardOfRanks(t *testing.T) {
 		}
 		without += empty
 	}
-	if without != 4 {
-		t.Errorf("%d queries are empty, want 4", without)
+	if without != 3 {
+		t.Errorf("%d queries are empty, want 3", without)
 	}
 	for _, c := range []struct {
 		title string

@@ -11,6 +11,5 @@
 //     memory do not depend on how many operations have run.
 //  2. Scrapes use bounded memory and a bounded number of connections, even if they are slow or frequent.
 //     They hold a lock of a rank's engine only while they copy trace.Stats.
-//  3. The answer of a rank cannot change or hide the metrics of another rank, nor the metrics that [Job]
-//     adds itself.
+//  3. Every metric of a rank that [Job] serves has the rank's number and host as labels.
 package metrics

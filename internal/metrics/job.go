@@ -1,15 +1,22 @@
 package metrics
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"fmt"
 	"net/http"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 	"go.uber.org/zap"
 )
 
@@ -22,6 +29,9 @@ const (
 	fresh = time.Second
 	// timeoutHeader is the header in which Prometheus sends its scrape timeout in seconds.
 	timeoutHeader = "X-Prometheus-Scrape-Timeout-Seconds"
+	// maxText limits the bytes of a rank's answer, and so the memory that its metrics take. The longest
+	// answer, from rank 0 of the largest job, has about 600 KiB.
+	maxText = 2 << 20
 )
 
 // JobConfig is the configuration of a Job.
@@ -52,8 +62,12 @@ type Job struct {
 	mu     sync.Mutex
 	closed bool
 	last   *gathering
-	bad    uint64 // the number of answers that could not be used
 }
+
+var (
+	errLate  = errors.New("metrics: the ranks did not answer before the scrape timed out")
+	errEnded = errors.New("metrics: the job is over")
+)
 
 // gathering is one query of all ranks and its result.
 type gathering struct {
@@ -168,7 +182,6 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	r := prometheus.NewRegistry()
 	all := prometheus.Gatherers{r}
 	up := make([]bool, len(j.cfg.Hosts))
-	bad := uint64(0)
 	for rank, host := range j.cfg.Hosts {
 		text, answered := answers[rank]
 		if !answered {
@@ -176,7 +189,6 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 		}
 		families, err := parse(rank, host, text)
 		if err != nil {
-			bad++
 			j.cfg.Log.Warn("the metrics of a rank are invalid", zap.Int("rank", rank),
 				zap.String("host", host), zap.Error(err))
 			continue
@@ -186,11 +198,7 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 			return families, nil
 		}))
 	}
-	j.mu.Lock()
-	j.bad += bad
-	own := &jobCollector{job: j, up: up, took: took, bad: j.bad}
-	j.mu.Unlock()
-	if err := r.Register(own); err != nil {
+	if err := r.Register(&jobCollector{job: j, up: up, took: took}); err != nil {
 		return nil, err
 	}
 	if err := r.Register(buildInfo(jobPrefix + "build_info")); err != nil {
@@ -199,6 +207,35 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	families, err := all.Gather()
 	if err != nil {
 		j.cfg.Log.Warn("metrics of ranks contradict each other and are left out", zap.Error(err))
+	}
+	return families, nil
+}
+
+// parse returns the metrics in the answer of a rank. Each has the labels rank and host.
+func parse(rank int, host string, text []byte) ([]*dto.MetricFamily, error) {
+	if len(text) > maxText {
+		return nil, fmt.Errorf("got %d bytes, want at most %d", len(text), maxText)
+	}
+	parser := expfmt.NewTextParser(model.LegacyValidation)
+	named, err := parser.TextToMetricFamilies(bytes.NewReader(text))
+	if err != nil {
+		return nil, fmt.Errorf("got text that is not in Prometheus's text format: %.200w", err)
+	}
+	own := []*dto.LabelPair{
+		{Name: new(labelRank), Value: new(strconv.Itoa(rank))}, {Name: new(labelHost), Value: &host},
+	}
+	families := make([]*dto.MetricFamily, 0, len(named))
+	for _, f := range named {
+		families = append(families, f)
+		for _, m := range f.Metric {
+			m.Label = slices.DeleteFunc(m.Label, func(l *dto.LabelPair) bool {
+				return l.GetName() == labelRank || l.GetName() == labelHost
+			})
+			m.Label = append(m.Label, own...)
+			slices.SortFunc(m.Label, func(a, b *dto.LabelPair) int {
+				return strings.Compare(a.GetName(), b.GetName())
+			})
+		}
 	}
 	return families, nil
 }
@@ -214,7 +251,6 @@ var (
 	ranksDesc = desc(jobPrefix+"ranks", "Ranks that the launcher has started.")
 	startDesc = desc(jobPrefix+"start_time_seconds", "When the job was started, in seconds since 1970.")
 	tookDesc  = desc(jobPrefix+"gather_seconds", "Time from the request for these metrics to the last answer of a rank.")
-	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that could not be used because they were invalid.")
 )
 
 // jobCollector collects the metrics of the launcher itself.
@@ -222,11 +258,10 @@ type jobCollector struct {
 	job  *Job
 	up   []bool
 	took time.Duration
-	bad  uint64
 }
 
 func (c *jobCollector) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{upDesc, ranksDesc, startDesc, tookDesc, badDesc} {
+	for _, d := range []*prometheus.Desc{upDesc, ranksDesc, startDesc, tookDesc} {
 		to <- d
 	}
 }
@@ -245,5 +280,4 @@ func (c *jobCollector) Collect(to chan<- prometheus.Metric) {
 	show(ranksDesc, float64(len(c.up)))
 	show(startDesc, float64(c.job.begun.UnixMilli())/1e3)
 	show(tookDesc, c.took.Seconds())
-	to <- prometheus.MustNewConstMetric(badDesc, prometheus.CounterValue, float64(c.bad))
 }
