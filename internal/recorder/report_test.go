@@ -2,7 +2,10 @@ package recorder
 
 import (
 	"encoding/json"
+	"flag"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -79,12 +82,9 @@ func head(report string) string {
 	return text
 }
 
-const (
-	atLast = "no operation is pending; its last operation was allreduce \"grad/1\", which ended 19.0 s ago"
-	where1 = "; " + atLast + "\n"
-	sent   = "; its last operation was send \"rank 0 to rank 2, tag 7\", which ended 17.0 s ago\n"
-)
+var rewrite = flag.Bool("rewrite", false, "rewrite the golden files")
 
+// The part of each report before the states of the ranks is in testdata.
 func TestReport(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -92,15 +92,12 @@ func TestReport(t *testing.T) {
 		play   func(j []*rankAt)
 		answer []int // the ranks that answer; nil means all ranks
 		absent map[int]string
-		want   string
 	}{
 		{"one rank stays away", 4, func(j []*rankAt) {
 			for _, r := range []int{0, 2, 3} {
 				j[r].waits(time.Duration(r+2)*time.Second, "grad/0")
 			}
-		}, nil, nil,
-			"Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
-				"  rank 1 called it 2 times before; the last call ended 19.0 s ago" + where1},
+		}, nil, nil},
 
 		{"a receiver waits for a message", 3, func(j []*rankAt) {
 			for _, r := range []int{0, 2} {
@@ -111,23 +108,14 @@ func TestReport(t *testing.T) {
 			j[2].messageWaits(message.Recv, "rank 0 to rank 2, tag 7", 0, 2)
 			j[2].messageWaits(message.Recv, "any rank to rank 2, tag 9")
 			j[1].messageWaits(message.Send, "rank 1 to rank 0, tag 8", 0, 1)
-		}, nil, nil,
-			"Rank 0 has not called recv \"rank 1 to rank 0, tag 8\", for which rank 1 has waited for 15.0 s.\n" +
-				"  rank 0 never called it in this epoch; no operation is pending" + sent +
-				"Rank 0 has not called send \"rank 0 to rank 2, tag 7\", for which rank 2 has waited for 15.0 s.\n" +
-				"  rank 0 called it once before; the last call ended 17.0 s ago; no operation is pending" + sent +
-				"Ranks 0 and 1 have not called send \"any rank to rank 2, tag 9\", for which rank 2 has waited for 15.0 s.\n" +
-				"  rank 0 has not called it; no operation is pending" + sent +
-				"  rank 1 has not called it; it has waited for send \"rank 1 to rank 0, tag 8\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n"},
+		}, nil, nil},
 
 		{"a member has not asked for its process set", 4, func(j []*rankAt) {
 			for _, r := range []int{0, 3} {
 				j[r].waits(time.Duration(r+2)*time.Second, "process_set.add.x")
 				j[r].Pending[0].Kind, j[r].Pending[0].Among = message.AddProcessSet, []topo.Rank{0, 1, 3}
 			}
-		}, nil, nil,
-			"Rank 1 has not called add process set \"process_set.add.x\", for which ranks 0 and 3 have waited for 18.0 s.\n" +
-				"  rank 1 never called it in this epoch" + where1},
+		}, nil, nil},
 
 		{"ranks name different members", 4, func(j []*rankAt) {
 			for r, among := range [][]topo.Rank{{0, 1}, nil, {2, 3}} {
@@ -136,17 +124,12 @@ func TestReport(t *testing.T) {
 					j[r].Pending[0].Kind, j[r].Pending[0].Among = message.AddProcessSet, among
 				}
 			}
-		}, nil, nil,
-			"Ranks 1 and 3 have not called add process set \"process_set.add.x\", for which ranks 0 and 2 have waited for 18.0 s.\n" +
-				"  rank 1 never called it in this epoch" + where1 + "  rank 3 never called it in this epoch" + where1},
+		}, nil, nil},
 
 		{"two ranks at different names", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "a")
 			j[1].waits(3*time.Second, "b")
-		}, nil, nil, "Rank 1 has not called allreduce \"a\", for which rank 0 has waited for 18.0 s.\n" +
-			"  rank 1 never called it in this epoch; it has waited for allreduce \"b\" for 17.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"Rank 0 has not called allreduce \"b\", for which rank 1 has waited for 17.0 s.\n" +
-			"  rank 0 never called it in this epoch; it has waited for allreduce \"a\" for 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n"},
+		}, nil, nil},
 
 		{"many names, many ranks", 30, func(j []*rankAt) {
 			for r := range 30 {
@@ -156,65 +139,44 @@ func TestReport(t *testing.T) {
 					}
 				}
 			}
-		}, nil, nil, "Ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19 and 7 more have not called allreduce " +
-			`"layer6", "layer13", "layer20", "layer27", "layer34", "layer41", "layer48", "layer55", "layer62", "layer69" ... and 151 more` +
-			", for which ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 3 more have waited for 17.0 s.\n" +
-			func() (lines string) {
-				for r := 1; r < 21; r += 2 {
-					lines += fmt.Sprintf("  rank %d never called it in this epoch%s", r, where1)
-				}
-				return lines
-			}() + "  ... and 7 more ranks\n"},
+		}, nil, nil},
 
 		{"called once before, several names", 2, func(j []*rankAt) {
 			j[1].Recorder = New(100)
 			j[1].Record(operation(2, time.Second, "grad/0", "grad/1"))
 			j[0].waits(2*time.Second, "grad/0", "grad/1")
-		}, nil, nil,
-			"Rank 1 has not called allreduce \"grad/0\", \"grad/1\", for which rank 0 has waited for 18.0 s.\n" +
-				"  rank 1 called \"grad/0\" once before; the last call ended 19.0 s ago" + where1},
+		}, nil, nil},
 
 		{"a recorder that does not go back", 2, func(j []*rankAt) {
 			j[1].Recorder = New(1)
 			j[1].Record(operation(1, 500*ms, "x"))
 			j[1].Record(operation(2, time.Second, "grad/1"))
 			j[0].waits(2*time.Second, "x")
-		}, nil, nil, "Rank 1 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s.\n" +
-			"  rank 1 has not called it since the oldest entry of its flight recorder" + where1},
+		}, nil, nil},
 
 		{"one gives no answer", 3, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "x")
-		}, []int{0, 1}, map[int]string{2: "process 5 on host \x1bh runs\n"},
-			"Ranks 0 and 1 have waited for allreduce \"x\" for 18.0 s, perhaps because it was not called by rank 2, which did not answer.\n" +
-				"Rank 2 did not answer: process 5 on host \\x1bh runs\\n.\n"},
+		}, []int{0, 1}, map[int]string{2: "process 5 on host \x1bh runs\n"}},
 
 		{"one stays away and others give no answer", 5, func(j []*rankAt) {
 			j[1].waits(2*time.Second, "x")
 			j[3].waits(2*time.Second, "x")
-		}, []int{0, 1, 3}, map[int]string{2: "killed by SIGKILL", 4: "killed by SIGKILL"},
-			"Rank 0 has not called allreduce \"x\", for which ranks 1 and 3 have waited for 18.0 s; ranks 2 and 4 did not answer and may be missing too.\n" +
-				"  rank 0 never called it in this epoch" + where1 +
-				"Ranks 2 and 4 did not answer: killed by SIGKILL.\n"},
+		}, []int{0, 1, 3}, map[int]string{2: "killed by SIGKILL", 4: "killed by SIGKILL"}},
 
 		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Record{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
-		}, []int{0, 1}, nil,
-			"Rank 0 has joined, but rank 1 has not; the join has waited for 17.0 s; rank 2 did not answer and may be missing too.\n" +
-				"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
+		}, []int{0, 1}, nil},
 
 		{"no rank answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended",
-			2: "it has ended"},
-			"Ranks 0, 3 and 4 did not answer.\nRanks 1 and 2 did not answer: it has ended.\n"},
+			2: "it has ended"}},
 
-		{"nothing happens", 2, func([]*rankAt) {}, nil, nil,
-			"No rank that answered waits for an operation.\n"},
+		{"nothing happens", 2, func([]*rankAt) {}, nil, nil},
 
 		{"all have asked", 2, func(j []*rankAt) {
 			j[0].waits(20*time.Second-5*ms, "x")
 			j[1].waits(20*time.Second-4*ms, "x")
-		}, nil, nil,
-			"Ranks 0 and 1 have called allreduce \"x\", which has not been granted for 5 ms: the grant is in progress, or other tensors of its group are missing.\n"},
+		}, nil, nil},
 
 		{"executing, queued, not granted, completed", 5, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 3*time.Second, 3, "x")
@@ -222,33 +184,27 @@ func TestReport(t *testing.T) {
 			j[2].runs(3*time.Second, 0, 3, "x")
 			j[3].waits(4*time.Second, "x")
 			j[4].Record(operation(3, 3*time.Second, "x"))
-		}, nil, nil,
-			"Ranks 0 and 1 are executing allreduce \"x\" (tcp), submitted 18.0 s ago; rank 2: not started; rank 3: not granted yet; rank 4: completed.\n"},
+		}, nil, nil},
 
 		{"queued alone", 2, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 0, 0, "x")
 			j[1].runs(2*time.Second, 0, 0, "x")
 			j[0].runs(2*time.Second, 0, 0, "y")
 			j[1].runs(2*time.Second, 0, 0, "y")
-		}, nil, nil,
-			"No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
+		}, nil, nil},
 
 		// Rank 1's dump is taken later than the other dump, when rank 1 has completed the operation once
 		// more.
 		{"asked later", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "grad/0")
 			j[1].Record(operation(3, 3*time.Second, "grad/0"))
-		}, nil, nil,
-			"No rank is executing allreduce \"grad/0\", submitted 18.0 s ago; rank 0: not granted yet; rank 1: completed.\n"},
+		}, nil, nil},
 
 		{"a rank has joined", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Record{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			j[1].waits(4*time.Second, "x")
 			j[2].waits(5*time.Second, "x")
-		}, nil, nil, "Rank 0 has joined, but ranks 1 and 2 have not; the join has waited for 17.0 s.\n" +
-			"  rank 1 has not joined; it has waited for allreduce \"x\" for 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"  rank 2 has not joined; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"Ranks 1 and 2 have called allreduce \"x\", which has not been granted for 16.0 s: the grant is in progress, or other tensors of its group are missing.\n"},
+		}, nil, nil},
 
 		// The join has waited longest, but comes last because no rank is at fault. The queued operation comes
 		// after the operation that is being executed, because the queued one waits for it.
@@ -267,25 +223,7 @@ func TestReport(t *testing.T) {
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
-		}, nil, nil,
-			"Rank 3 has not called allreduce \"x\", for which ranks 1 and 2 have waited for 10.0 s.\n" +
-				"  rank 3 never called it in this epoch; it has waited to execute allreduce \"queued\" for 16.0 s and for 1 more operation; " +
-				"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
-				"Rank 0 has joined, but ranks 1-3 have not; the join has waited for 17.0 s.\n" +
-				func() (lines string) {
-					for r := 1; r < 4; r++ {
-						more := "2 more operations"
-						if r == 3 {
-							more = "1 more operation"
-						}
-						lines += fmt.Sprintf(
-							"  rank %d has not joined; it has waited to execute allreduce \"queued\" for 16.0 s and for %s; "+
-								"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
-					}
-					return lines
-				}() +
-				"Ranks 1-3 are executing allreduce \"inside\" (tcp), submitted 15.0 s ago.\n" +
-				"No rank is executing allreduce \"queued\" (tcp), submitted 16.0 s ago; ranks 1-3: not started.\n"},
+		}, nil, nil},
 
 		{"a process set, of which some is known", 5, func(j []*rankAt) {
 			j[1].Sets = map[topo.ProcessSetID][]topo.Rank{3: {1, 2, 4}}
@@ -293,9 +231,7 @@ func TestReport(t *testing.T) {
 				Submitted: 2 * time.Second}}
 			j[4].Pending = []trace.Record{{Set: 3, Kind: message.Broadcast, Name: "b",
 				Submitted: 3 * time.Second}}
-		}, nil, nil,
-			"Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1 and 4 have waited for 18.0 s.\n" +
-				"  rank 2 never called it in this epoch" + where1},
+		}, nil, nil},
 
 		{"a process set, of which nothing is known", 5, func(j []*rankAt) {
 			for _, r := range []int{1, 3} {
@@ -305,26 +241,19 @@ func TestReport(t *testing.T) {
 			}
 			j[3].Pending = []trace.Record{{Set: 3, Kind: message.Allreduce, Name: "s",
 				Submitted: 2 * time.Second}}
-		}, nil, nil,
-			"Rank 1 has not called allreduce \"s\" of process set 3, for which rank 3 has waited for 18.0 s.\n" +
-				"  rank 1 called it once before; the last call ended 18.8 s ago; no operation is pending; its last operation was allreduce \"s\" of process set 3, which ended 18.8 s ago\n"},
+		}, nil, nil},
 
 		{"epochs", 3, func(j []*rankAt) {
 			j[0].Epoch, j[2].Epoch = 2, 2
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "old")
-		}, nil, map[int]string{1: "unknown"},
-			"Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; rank 1 did not answer and may be missing too.\n" +
-				"  rank 2 never called it in this epoch" + where1 +
-				"Rank 1 did not answer: it is still in epoch 1, other ranks are in epoch 2.\n"},
+		}, nil, map[int]string{1: "unknown"}},
 
 		{"stalls, and names of all sorts", 2, func(j []*rankAt) {
 			j[0].Stalls = []string{"allreduce \"\\n\" has waited\n\x1b[2J"}
 			j[0].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
 			j[1].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
-		}, nil, nil,
-			"Ranks 0 and 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", which has not been granted for 18.0 s: the grant is in progress, or other tensors of its group are missing.\n" +
-				"Stalls that the coordinator reports:\n  allreduce \"\\n\" has waited\\n\\x1b[2J\n"},
+		}, nil, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			j := job(c.size)
@@ -339,8 +268,14 @@ func TestReport(t *testing.T) {
 			slices.Reverse(who) // the report must not depend on the order of the dumps
 			all := dumps(t, who...)
 			report := analysis.Analyse(all, c.size, c.absent).Text()
-			if got := head(report); got != c.want {
-				t.Errorf("got\n%s\nwant\n%s", got, c.want)
+			golden := filepath.Join("testdata", strings.NewReplacer(",", "", " ", "_").Replace(c.name)+".txt")
+			if *rewrite {
+				if err := os.WriteFile(golden, []byte(head(report)), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if want, err := os.ReadFile(golden); err != nil || head(report) != string(want) {
+				t.Errorf("got\n%s\nwant, %v,\n%s", head(report), err, want)
 			}
 			f := analysis.Analyse(all, c.size, c.absent)
 			if want := len(j[0].Stalls) > 0 ||
@@ -358,6 +293,7 @@ func TestReport(t *testing.T) {
 }
 
 func TestStateOfEachRank(t *testing.T) {
+	const atLast = "no operation is pending; its last operation was allreduce \"grad/1\", which ended 19.0 s ago"
 	j := job(70)
 	j[1].waits(3*time.Second, "later")
 	j[1].waits(2*time.Second, "x")
