@@ -335,8 +335,7 @@ func (d death) isMissing(text string) bool {
 		strings.Contains(text, "the store of rank 0")) {
 		return true
 	}
-	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) ||
-		strings.Contains(text, fmt.Sprintf(": rank %d did not connect", d.victim))
+	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim))
 }
 
 // A rank has too few file descriptors for Init. It fails at once with an error that says so. Every other

@@ -197,6 +197,15 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 			}
 		})
 	})
+	t.Run("plain, localhost at the host of rank 0", func(t *testing.T) {
+		hosts := testnet.NewHosts(t, 2)
+		launched(t, hosts, evenly(2, 2), func(r, h, _ int) []string {
+			master := []string{"localhost", hosts[0].Addr.String()}[h]
+			return []string{
+				"RANK=" + strconv.Itoa(r), "WORLD_SIZE=4", "MASTER_ADDR=" + master, "MASTER_PORT=29500", file,
+			}
+		})
+	})
 	t.Run("init method", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
 		launched(t, hosts, evenly(2, 2), func(r, _, _ int) []string {

@@ -146,21 +146,15 @@ func (e *Env) jobValue(m *Place) string {
 func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
 	port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
-	m.Store = h
-	m.onClose(h.Close)
 	if err := h.Set(ctx, jobKey, []byte(e.jobValue(m))); err != nil {
-		return nil, err
+		return nil, errors.Join(err, h.Close())
 	}
-	server, err := store.Serve(net.JoinHostPort(host, strconv.Itoa(port)), h,
+	server, err := m.serve(net.JoinHostPort(host, strconv.Itoa(port)), h,
 		store.Config{Secret: m.Secret, Log: o.Log})
-	if err != nil {
-		if errors.Is(err, syscall.EADDRINUSE) {
-			err = fmt.Errorf("%w: choose another port with HVD_RENDEZVOUS_PORT", err)
-		}
-		return nil, err
+	if errors.Is(err, syscall.EADDRINUSE) {
+		err = fmt.Errorf("%w: choose another port with HVD_RENDEZVOUS_PORT", err)
 	}
-	m.onClose(server.Close)
-	return server, nil
+	return server, err
 }
 
 // dial connects to the store of rank 0 and checks that it belongs to this job.

@@ -6,13 +6,10 @@ import (
 	"fmt"
 	"maps"
 	"net"
-	"net/netip"
 	"net/url"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -58,8 +55,7 @@ type Meeting struct {
 	*Place
 	// Settings are the settings of Config with the rank, size and job of this process added. Size is never 0.
 	Settings config.Config
-	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
-	Listen string
+	Addresses
 	// Once is true if the launcher allows the ranks to meet only once. If the process may have to call Init
 	// again, it must keep the Meeting and call Again. The store exists until rank 0 closes it.
 	Once bool
@@ -72,7 +68,7 @@ type Meeting struct {
 // fails if ctx ends or if the inputs contradict each other. If Open fails, it closes everything that it has
 // opened.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
-	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
+	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Addresses: loopbackOnly()}
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
@@ -85,7 +81,7 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 // Again returns a Meeting at the same place, for an Init after a Shutdown. set holds the settings of that
 // Init. They must not place this process in a job themselves. Close of the new Meeting does nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
-	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
+	a := &Meeting{Place: m.Place, Settings: set, Addresses: m.Addresses, Once: true, again: true}
 	from := &m.Settings
 	a.Settings.Rank, a.Settings.Size, a.Settings.JobID = from.Rank, from.Size, from.JobID
 	a.Settings.LocalRank, a.Settings.LocalSize = from.LocalRank, from.LocalSize
@@ -227,47 +223,14 @@ func (m *Meeting) place(rank, size int) error {
 	return nil
 }
 
-// checkSecret returns an error if the job has no secret and one is needed. One is needed if TLS is on, or if
-// the job would accept connections from the network and the user has not permitted that without a secret.
-func (m *Meeting) checkSecret() error {
-	ip, err := netip.ParseAddr(m.Listen)
-	if err != nil {
-		return fmt.Errorf("parsing the address to listen on: %w", err)
-	}
-	if m.Settings.Size > 1 && m.Secret.IsZero() && m.Settings.TLS {
-		return errors.New("HVD_TLS is set, but the job has no secret: set HVD_SECRET_FILE at all ranks to a file with the same contents, at least 16 bytes")
-	}
-	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure && !ip.IsLoopback() {
-		return fmt.Errorf("the ranks would listen on the network address %s without a secret: set HVD_SECRET_FILE on all hosts to a file with "+
-			"the same contents, at least 16 bytes, or HVD_INSECURE=1 to accept any process that can connect to the ports", m.Listen)
-	}
-	return nil
-}
-
-// choose makes the rank listen on the interface that the user has chosen, or on loopback if the user has
-// chosen none.
-func (m *Meeting) choose(choice netif.Choice) error {
-	if choice.IsZero() {
-		return nil
-	}
-	addr, err := choice.Any()
-	m.Listen = addr.String()
-	return err
-}
-
 // byLauncher meets at the store of hvdrun, or of another program that sets hvdrun's variables.
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := m.launcherAddr()
-	var listen netip.Addr
 	// Retry the connection, because DNS may not have the name yet.
-	err := dial.Retry(ctx, func() (err error) {
-		listen, err = choice.Towards(ctx, address)
-		return err
-	})
+	err := dial.Retry(ctx, func() error { return m.listenTowards(ctx, address, choice) })
 	if err != nil {
 		return fmt.Errorf("finding the route to the rendezvous store: %w", err)
 	}
-	m.Listen = listen.String()
 	if m.Secret.IsZero() && !m.Settings.Insecure && netif.IsLoopback(address) {
 		if err := m.askSecret(ctx, address); err != nil {
 			return err
@@ -398,7 +361,7 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, env *Env, choi
 	if env.OneHost() {
 		return nil
 	}
-	return m.agree(ctx, p.Addr, choice)
+	return m.findAddresses(ctx, choice)
 }
 
 // byStore meets at the store of the program. The rank and the size come from the settings or else from the
@@ -446,11 +409,7 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	if p.NoAddr {
 		return m.choose(choice)
 	}
-	err = m.agree(ctx, p.Addr, choice)
-	if err != nil && ctx.Err() == nil && p.Addr != "" && strings.HasPrefix(cfg.Method, "tcp:") {
-		err = fmt.Errorf("the store of rank 0: %w", err)
-	}
-	return err
+	return m.findAddresses(ctx, choice)
 }
 
 // byID meets at the store of the process that has made the unique id.
@@ -471,142 +430,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	}
 	m.Place = p
 	m.Settings.JobID = p.JobID
-	listen, err := choice.Towards(ctx, p.Addr)
-	m.Listen = listen.String()
-	return err
-}
-
-// counted is the value of the key nearKey/RANK once this rank is included in the count in nearKey.
-const counted = "counted"
-
-// With these keys the ranks agree on the addresses on which they listen.
-const (
-	agreePrefix = "gohvd/listen"
-	nearKey     = "near"  // number of ranks on the host of the store
-	hostKey     = "host"  // address at which ranks on other hosts reach the host of the store
-	missingKey  = "lack"  // list of missing ranks, which rank 0 writes before it closes the store
-	readKey     = "heard" // readKey/RANK is set when the rank has read missingKey
-)
-
-// agree finds the address on which this rank listens in a job whose ranks may be on several hosts. addr is
-// the address at which this rank reaches the store, or empty if this rank serves the store.
-//
-// If the store is on another host, the rank listens on the interface that leads to the store. If the store is
-// on the rank's own host, the rank sees only a loopback address, which other hosts cannot dial. The rank then
-// waits until a rank on another host publishes the address at which it has reached the store, and listens on
-// that address. If all ranks are on one host, they listen on loopback.
-func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) error {
-	if !choice.IsZero() {
-		return m.choose(choice)
-	}
-	s := store.NewPrefixStore(agreePrefix, m.Store)
-	if addr != "" {
-		local, remote, err := netif.Route(ctx, addr)
-		if err != nil {
-			return err
-		}
-		if !local.IsLoopback() {
-			m.Listen = local.String()
-			return s.Set(ctx, hostKey, []byte(remote.String()))
-		}
-	}
-	// If an attempt to meet fails, the store may still exist at the next attempt. With the compare-and-set,
-	// each rank is counted only once even then.
-	var near int64
-	placeKey := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
-	_, first, err := s.CompareAndSet(ctx, placeKey, nil, []byte("1"))
-	if err == nil && first {
-		near, err = s.Add(ctx, nearKey, 1)
-	}
-	if err != nil {
-		return err
-	}
-	if near == int64(m.Settings.Size) {
-		if err := s.Set(ctx, hostKey, []byte(loopback)); err != nil {
-			return err
-		}
-	}
-	if err := s.Set(ctx, placeKey, []byte(counted)); err != nil {
-		return err
-	}
-	reported, err := m.awaitHost(ctx, s, addr == "")
-	if err != nil {
-		return fmt.Errorf("waiting for a rank on another host to connect to the store, or for all %d ranks to connect on this host: %w", m.Settings.Size, err)
-	}
-	host, err := netip.ParseAddr(string(reported))
-	if err != nil {
-		return fmt.Errorf("parsing the address of the store's host, which another rank has reported: %w", err)
-	}
-	own, err := netif.IsOwn(host)
-	if err != nil {
-		return err
-	}
-	// If this host does not have that address, the other ranks reach it by network address translation. Then
-	// listen on the interface that leads to the address.
-	if !own {
-		if host, _, err = netif.Route(ctx, net.JoinHostPort(host.String(), "9")); err != nil {
-			return err
-		}
-	}
-	m.Listen = host.String()
-	return nil
-}
-
-// awaitHost waits for the address of the store's host, which another rank sets. If the address does not
-// arrive before ctx ends, the error names the missing ranks. If serves is true, this rank serves the store
-// and will close it soon, so awaitHost first tells the other ranks which ranks are missing.
-func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
-	waiting, cancel := context.WithCancel(ctx)
-	defer cancel()
-	// The calls below exchange the list of missing ranks after ctx has ended. So they use a context that does
-	// not end with ctx.
-	ctx, stop := context.WithCancel(context.WithoutCancel(ctx))
-	defer stop()
-	var watcher sync.WaitGroup
-	var missingAtRoot []byte
-	watcher.Go(func() {
-		if missing, err := s.Get(waiting, missingKey); err == nil {
-			missingAtRoot = missing
-			cancel()
-			last, done := context.WithTimeout(ctx, time.Second)
-			defer done()
-			// With these keys, rank 0 learns that the ranks have read the list. It waits for them for at most
-			// 1 s.
-			_ = s.Set(last, fmt.Sprintf("%s/%d", readKey, m.Settings.Rank), nil)
-		}
-	})
-	host, err := s.Get(waiting, hostKey)
-	cancel()
-	watcher.Wait()
-	switch {
-	case err == nil:
-		return host, nil
-	case missingAtRoot != nil:
-		return nil, fmt.Errorf("%s did not connect before the deadline of rank 0", missingAtRoot)
-	}
-	ctx, stop = context.WithTimeout(ctx, time.Second)
-	defer stop()
-	var missing []int
-	nobody := []byte("nobody")
-	for r := range m.Settings.Size {
-		// This compare-and-set only reads, because the value is never "nobody".
-		if value, _, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, r), nobody,
-			nobody); err == nil && string(value) != counted {
-			missing = append(missing, r)
-		}
-	}
-	if missing == nil {
-		return nil, err
-	}
-	text := topo.FormatRanks(missing)
-	if serves && s.Set(ctx, missingKey, []byte(text)) == nil {
-		for r := range m.Settings.Size {
-			if r != m.Settings.Rank && !slices.Contains(missing, r) {
-				_, _ = s.Get(ctx, fmt.Sprintf("%s/%d", readKey, r)) // the ranks are told as far as possible
-			}
-		}
-	}
-	return nil, fmt.Errorf("%s did not connect: %w", text, err)
+	return m.listenTowards(ctx, p.Addr, choice)
 }
 
 // maxJob is the maximum length in bytes of the name of a job (HVD_JOB_ID).

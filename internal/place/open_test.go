@@ -3,9 +3,9 @@ package place
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"net"
+	"net/netip"
 	"strconv"
 	"strings"
 	"sync"
@@ -491,131 +491,57 @@ func TestByIDRefused(t *testing.T) {
 	}
 }
 
-// TestAgree checks the address on which agree makes each rank listen. If all ranks are on the store's host,
-// it must be loopback. Otherwise it must be the address at which ranks on other hosts reach the rank's host.
-func TestAgree(t *testing.T) {
+// TestFindAddresses checks the addresses of a rank in a job that may have ranks on several hosts.
+func TestFindAddresses(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
-		// via[r] is the address at which rank r reaches the store, or empty if rank r serves the store.
-		// want[r] is the address on which rank r must listen.
-		via  []string
-		want []string
+		served, via string
+		secret      bool
+		want        Addresses
 	}{
-		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"},
-			[]string{loopback, loopback, loopback}},
-		"one on another":  {[]string{"", "127.0.0.1:9", out + ":9"}, []string{out, out, out}},
-		"all on others":   {[]string{out + ":9", out + ":9"}, []string{out, out}},
-		"nobody is on it": {[]string{"", out + ":9"}, []string{out, out}},
+		"serves on all":      {"0.0.0.0", "", true, Addresses{Listen: loopback, Root: allAddresses}},
+		"serves on loopback": {"127.0.1.1", "", false, Addresses{Listen: "127.0.1.1", Root: "127.0.1.1"}},
+		"serves on one":      {out, "", true, Addresses{Listen: out, Root: out}},
+		"on loopback":        {"", "127.0.0.1:9", true, Addresses{Listen: loopback, Root: loopback}},
+		// The kernel connects 0.0.0.0 to this host, as if a name stood for loopback.
+		"a name":                {"", "0.0.0.0:9", true, Addresses{Listen: loopback, Root: allAddresses}},
+		"a name, but no secret": {"", "0.0.0.0:9", false, Addresses{Listen: loopback, Root: loopback}},
+		"over a network":        {"", out + ":9", true, Addresses{Listen: out, Root: out}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			h := store.NewHashStore(store.Limits{})
-			defer h.Close()
-			var wg sync.WaitGroup
-			for r, via := range test.via {
-				wg.Go(func() {
-					m := &Meeting{Place: &Place{Store: h}, Listen: loopback, Settings: config.Config{Rank: r,
-						Size: len(test.via)}}
-					if err := m.agree(testnet.Context(t), via, netif.Choice{}); err != nil ||
-						m.Listen != test.want[r] {
-						t.Errorf("rank %d: listens on %s, %v, want %s", r, m.Listen, err, test.want[r])
-					}
-				})
+			m := &Meeting{Place: &Place{Addr: test.via}, Addresses: loopbackOnly()}
+			if test.served != "" {
+				m.Served = netip.MustParseAddr(test.served)
 			}
-			wg.Wait()
+			if test.secret {
+				m.Secret = parse(t, given)
+			}
+			if test.via != "" {
+				test.want.StoreHost = netip.MustParseAddr(test.want.Listen)
+			}
+			err := m.findAddresses(testnet.Context(t), netif.Choice{})
+			if err != nil || m.Addresses != test.want {
+				t.Errorf("got %+v, %v, want %+v", m.Addresses, err, test.want)
+			}
 		})
-	}
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
-	m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// A rank on another host has reached this host by network address translation, at an address that none of
-	// this host's interfaces has.
-	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey,
-		[]byte("127.77.0.1")); err != nil {
-		t.Fatal(err)
-	}
-	translated := &Meeting{Place: &Place{Store: store.NewPrefixStore("x", h)},
-		Settings: config.Config{Size: 3}}
-	if err := translated.Store.Set(t.Context(), agreePrefix+"/"+hostKey, []byte("192.0.2.7")); err != nil {
-		t.Fatal(err)
-	}
-	want, _, routed := netif.Route(t.Context(), "192.0.2.7:9")
-	err := translated.agree(t.Context(), "", netif.Choice{})
-	if (err == nil) != (routed == nil) || err == nil && translated.Listen != want.String() {
-		t.Errorf("listens on %q, %v, want %v, %v", translated.Listen, err, want, routed)
-	}
-	if err := m.agree(t.Context(), "", netif.Choice{}); err != nil || m.Listen != "127.77.0.1" {
-		t.Errorf("got %s, %v, want the address that was told", m.Listen, err)
-	}
-	h = store.NewHashStore(store.Limits{})
-	defer h.Close()
-	m = &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// A rank that calls agree again after a failure must be counted only once.
-	for range 3 {
-		if err := testnet.EventuallyError(t, func(ctx context.Context) error {
-			return m.agree(ctx, "127.0.0.1:9", netif.Choice{})
-		}, "all 3 ranks to connect on this host"); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("nobody else comes: got %v", err)
-		}
-	}
-}
-
-// TestMissingRanksAreNamed runs a job in which one rank does not arrive before the deadline of another rank.
-// The errors of all ranks that have arrived must name the missing rank, even if rank 0, which serves the
-// store, is the first to give up.
-func TestMissingRanksAreNamed(t *testing.T) {
-	for _, first := range []int{0, 1} {
-		h := store.NewHashStore(store.Limits{})
-		defer h.Close()
-		var ranks [3]struct {
-			end context.CancelFunc
-			err chan error
-		}
-		for r := range ranks {
-			var ctx context.Context
-			ctx, ranks[r].end = context.WithCancel(testnet.Context(t))
-			defer ranks[r].end()
-			ranks[r].err = make(chan error, 1)
-			addr := "127.0.0.1:9"
-			if r == 0 {
-				addr = ""
-			}
-			m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Rank: r, Size: 4}}
-			go func() { ranks[r].err <- m.agree(ctx, addr, netif.Choice{}) }()
-		}
-		for r := range ranks {
-			testnet.Eventually(t, fmt.Sprint("rank ", r), func() bool {
-				place, _, err := h.Look(t.Context(), fmt.Sprintf("%s/%s/%d", agreePrefix, nearKey, r))
-				return err == nil && string(place) == counted
-			})
-		}
-		ranks[first].end()
-		for _, r := range []int{first, 2, 1 - first} {
-			if first > 0 {
-				ranks[r].end()
-			}
-			if err := <-ranks[r].err; err == nil ||
-				!strings.Contains(err.Error(), ": rank 3 did not connect") {
-				t.Errorf("rank %d, when the time of rank %d ends first: got %v, want that rank 3 is missing",
-					r, first, err)
-			}
-		}
 	}
 }
 
 // TestOpenPlain lets two ranks meet on this host. They have only PyTorch's variables. MASTER_ADDR may be
-// localhost at one rank and the address of this host at the other. Both ranks must listen on the address in
-// the table.
+// localhost at one rank and the address of this host at the other. Each rank must listen on the address in
+// the table, and rank 0 must open the root on the last one.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
 		masters [2]string
 		secret  string
-		listen  string
+		listen  [2]string
+		root    string
 	}{
-		"loopback":         {[2]string{loopback, loopback}, "", loopback},
-		"loopback, secret": {[2]string{loopback, loopback}, given, loopback},
-		"hosts":            {[2]string{out, out}, given, out},
-		"localhost there":  {[2]string{"localhost", out}, given, out},
+		"loopback":         {[2]string{loopback, loopback}, "", [2]string{loopback, loopback}, loopback},
+		"loopback, secret": {[2]string{loopback, loopback}, given, [2]string{loopback, loopback}, allAddresses},
+		"hosts":            {[2]string{out, out}, given, [2]string{loopback, out}, allAddresses},
+		"localhost there":  {[2]string{"localhost", out}, given, [2]string{loopback, out}, allAddresses},
 	} {
 		t.Run(name, func(t *testing.T) {
 			port := strconv.Itoa(testnet.FreePort(t))
@@ -629,9 +555,10 @@ func TestOpenPlain(t *testing.T) {
 			met, errs := all(t, configs...)
 			meets(t, met, errs)
 			for r, m := range met {
-				if m.Listen != test.listen || m.Secret.IsZero() || m.Settings.LocalRank != config.Unset {
+				if m.Listen != test.listen[r] || met[0].Root != test.root || m.Secret.IsZero() ||
+					m.Settings.LocalRank != config.Unset {
 					t.Errorf("rank %d: listens on %s (%v), local rank %d, want on %s, with a secret, and a local rank by the hosts", r, m.Listen, m.Secret,
-						m.Settings.LocalRank, test.listen)
+						m.Settings.LocalRank, test.listen[r])
 				}
 			}
 		})

@@ -1,7 +1,7 @@
 // Package place finds out where the ranks of a job meet, and which rank this process is. [Open] uses one of
 // three ways, which the program or the settings can choose. It asks the launcher that has started the process
 // ([Detect], [Env.Meet]), opens the URL of an init method ([Methods]), or connects to the store of a unique
-// id ([OpenIDs]). It also finds the address of this host on which the rank must listen.
+// id ([OpenIDs]). It also finds the address of this host on which the rank listens at first ([Addresses]).
 //
 // [Detect] looks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
 // programs that set Horovod's variables, HVD_SIZE=1, torchrun, Open MPI, MVAPICH, LSF jsrun, MPICH and others
@@ -35,6 +35,7 @@ package place
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"slices"
 	"sync"
 
@@ -52,6 +53,9 @@ type Place struct {
 	// Addr is the address, host:port, at which this rank reaches the store. It is empty at the rank that
 	// serves the store.
 	Addr string
+	// Served is the address on which this rank serves the store. It is unspecified (0.0.0.0 or ::) if the
+	// store listens on all addresses of this host, and the zero Addr if this rank serves no store.
+	Served netip.Addr
 	// NoAddr is true if the store has no network address, for example because it is a file.
 	NoAddr bool
 	// Secret is the secret of the job. It is the same at all ranks. If the place provides no secret, it is
@@ -98,6 +102,21 @@ func (p *Place) Close() error {
 		errs = append(errs, c())
 	}
 	return errors.Join(errs...)
+}
+
+// serve serves h at addr, and makes it the store of p until Close. This rank itself uses h without a
+// connection.
+func (p *Place) serve(addr string, h *store.HashStore, cfg store.Config) (*store.Server, error) {
+	p.Store = h
+	p.onClose(h.Close)
+	server, err := store.Serve(addr, h, cfg)
+	if err != nil {
+		return nil, err
+	}
+	p.onClose(server.Close)
+	at, err := netip.ParseAddrPort(server.Addr())
+	p.Served = at.Addr().Unmap()
+	return server, err
 }
 
 func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }

@@ -200,17 +200,14 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 			}
 			p.onClose(stop)
 		}
-		hash := store.NewHashStore(store.Limits{})
-		p.Store = hash
-		p.onClose(hash.Close)
-		server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
+		_, err := p.serve(addr, store.NewHashStore(store.Limits{}),
+			store.Config{Secret: o.Secret, Log: o.Log})
 		if err != nil {
 			if errors.Is(err, syscall.EADDRINUSE) {
 				err = fmt.Errorf("%w: the store of gohvd needs a port that init_process_group and other jobs do not use", err)
 			}
 			return nil, errors.Join(err, p.Close())
 		}
-		p.onClose(server.Close)
 	}
 	if makes {
 		p.Secret = o.made(o.Secret)

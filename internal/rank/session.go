@@ -133,10 +133,29 @@ func (s *Session) Close() error {
 func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	at := cfg.At
 	set := &at.Settings
-	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(at.Listen, "0"),
-		DialTimeout: set.StartTimeout, LivenessTimeout: set.LivenessTimeout, Secret: at.Secret, Log: cfg.Log})
+	listen := func(host string) (*tcp.Endpoint, error) {
+		return tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(host, "0"),
+			DialTimeout: set.StartTimeout, LivenessTimeout: set.LivenessTimeout, Secret: at.Secret,
+			Log: cfg.Log})
+	}
+	endpoint, err := listen(at.Listen)
 	if err != nil {
 		return err
+	}
+	var move func(host string) (string, error)
+	if !at.Chosen {
+		move = func(host string) (string, error) {
+			if err := at.CheckListen(host); err != nil {
+				return "", err
+			}
+			moved, err := listen(host)
+			if err != nil {
+				return "", err
+			}
+			err = endpoint.Close() // no rank has its address yet
+			endpoint = moved
+			return endpoint.Addr(), err
+		}
 	}
 	local, offer := listenShared(cfg)
 	// abandon closes everything that open has opened so far, and returns err.
@@ -159,7 +178,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	maps.Copy(terms, at.Terms)
 	s.joined, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
-		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
+		LastEpoch: cfg.LastEpoch, ListenHost: at.Root, StoreHost: at.StoreHost, Move: move,
+		Secret: at.Secret, Terms: terms,
 		Self: rendezvous.Record{
 			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(),
 			Capabilities: capabilities(cfg, offer), Memory: rendezvous.Memory(offer),

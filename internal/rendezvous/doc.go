@@ -4,8 +4,9 @@
 //     [store.Store] that all ranks were given (internal/place finds that store through the launcher, a URL or
 //     a unique id). The other ranks read the address from the store and dial it.
 //  2. Check in. Each rank sends the root one [Record], and the values that must be the same at all ranks. The
-//     root answers every rank, even a rank that contradicts another or comes late. Once all ranks have
-//     checked in, the epoch is complete.
+//     root answers every rank, even a rank that contradicts another or comes late. If ranks of several hosts
+//     have checked in, the root makes ranks that listen on loopback listen where the others can dial them
+//     (JoinConfig.Move). Then the epoch is complete.
 //  3. Learn the others. The root sends each rank the table of all records and the number of the epoch. In a
 //     large job it sends each rank only the records of its two neighbours, and the ranks pass the other
 //     records round a ring ([Session.Gather]).

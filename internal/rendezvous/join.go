@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
+	"net/netip"
 	"time"
 	"unicode/utf8"
 
@@ -68,16 +68,23 @@ type JoinConfig struct {
 	Size  int
 	// LastEpoch is the greatest epoch to which this process has belonged, or 0 if there is none.
 	LastEpoch uint64
-	// ListenHost is the address on which rank 0 opens the root. Other hosts must be able to dial it, so it
-	// must not be a wildcard. The default is 127.0.0.1. Only rank 0 uses ListenHost.
+	// ListenHost is the address on which rank 0 opens the root. The default is 127.0.0.1. If it is
+	// unspecified (0.0.0.0 or ::), the root listens on all addresses of its host, which must be the host of
+	// Store, and the other ranks dial it at StoreHost. Only rank 0 uses ListenHost.
 	ListenHost string
+	// StoreHost is the address at which this rank has reached Store. It is the zero Addr if there is none.
+	StoreHost netip.Addr
+	// Move makes this rank listen on another address of its host, and returns that address with the port.
+	// Join calls it if Self.Addr is on loopback and ranks of other hosts have joined. If Move is nil, the
+	// rank stays where it is.
+	Move func(host string) (addr string, err error)
 	// Secret is the secret of the job. A rank without it cannot join. If Secret is zero, the job has no
 	// secret.
 	Secret secret.Secret
 	// Terms maps names to values that must be the same at all ranks. If they differ, Join fails, and the
 	// error names the terms that differ.
 	Terms map[string]string
-	Self  Record // must not change until Join has returned
+	Self  Record // the caller must not change it until Join has returned
 	// RingAbove is the number of ranks above which a job is large. In a large job, the root sends each rank
 	// only the records of its two neighbours, and Session.Gather gets the others. The default is 128, and the
 	// minimum is 2. Only rank 0 uses RingAbove.
@@ -120,8 +127,8 @@ func (s *Session) Close() error {
 // Reason says why Join has failed although the ranks have found each other.
 type Reason uint8
 
-// All reasons except Late, GaveUp and RootFailed mean that ranks contradict each other. A new start with the
-// same configuration fails in the same way.
+// All reasons except Late, GaveUp, RootFailed and NoAddress mean that ranks contradict each other. A new
+// start with the same configuration fails in the same way.
 const (
 	NoReason Reason = iota
 	SizeMismatch
@@ -133,6 +140,7 @@ const (
 	Late       // the epoch was complete, and no newer one was formed in time
 	GaveUp     // ctx of rank 0 ended before all ranks had joined
 	RootFailed // rank 0 had an error of its own
+	NoAddress  // a rank could not listen on an address that ranks of other hosts can dial
 )
 
 // RefusedError is returned by Join if the ranks found each other, but no epoch was formed, or an epoch was
@@ -186,6 +194,9 @@ func Awaited(err error) []topo.Rank {
 // the same *RefusedError at all ranks. Before rank 0 returns, it answers for up to 2 s, so that ranks that
 // arrive late get the error too. A process that finds the epoch complete waits for the next epoch (see the
 // package comment).
+//
+// If ranks of several hosts have joined, Join makes ranks that listen on loopback listen elsewhere
+// (JoinConfig.Move).
 //
 // Every rank except 0 watches one key of the store and opens one connection. Rank 0 sends all records to each
 // rank, Size² records in total. In a large job rank 0 sends each rank two records, and Gather gets the
@@ -251,9 +262,6 @@ func (cfg *JoinConfig) check() error {
 	}
 	if cfg.LastEpoch > maxEpoch {
 		return fmt.Errorf("the last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))
-	}
-	if ip := net.ParseIP(cfg.ListenHost); cfg.Rank == 0 && ip != nil && ip.IsUnspecified() {
-		return fmt.Errorf("the listen host is %s, want an address that other ranks can dial", cfg.ListenHost)
 	}
 	if err := checkTexts("terms", cfg.Terms, MaxTermsBytes); err != nil {
 		return err

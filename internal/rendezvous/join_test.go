@@ -231,9 +231,7 @@ func TestJoinChecksConfig(t *testing.T) {
 		"last epoch is 4611686018427387905": func(c *JoinConfig) {
 			c.LastEpoch = 1<<62 + 1
 		},
-		"listen host is 0.0.0.0, want an address": func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
-		"listen host is ::, want an address":      func(c *JoinConfig) { c.ListenHost = "::" },
-		"opening the root":                        func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
+		"opening the root": func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
 		"data address has 257 bytes": func(c *JoinConfig) {
 			c.Self.Addr = strings.Repeat("a", 257)
 		},

@@ -24,7 +24,7 @@ import (
 // ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 7
+	rootVersion = 8
 
 	tokenBytes = 16
 
@@ -187,7 +187,7 @@ const answerGrace = 700 * time.Millisecond
 func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
 	s, err := c.askRoot(ctx, newest, root)
 	if err != nil {
-		return nil, fmt.Errorf("joining at the root of rank 0, %s (attempt %d): %w", root.GetAddr(),
+		return nil, fmt.Errorf("joining at the root of rank 0, %s (attempt %d): %w", c.cfg.dialAddr(root),
 			root.GetAttempt(), err)
 	}
 	return s, nil
@@ -215,7 +215,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		}
 		return err
 	}
-	conn, err := dial.Greet(newest, root.GetAddr(), c.cfg.Secret.Encrypted(), rootMagic, rootVersion)
+	conn, err := dial.Greet(newest, c.cfg.dialAddr(root), c.cfg.Secret.Encrypted(), rootMagic, rootVersion)
 	if err != nil {
 		return nil, orNewest(err)
 	}
@@ -250,6 +250,11 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	defer ended()
 	in := bufio.NewReader(conn)
 	a, err := readAnswer(in)
+	if err == nil && a.GetKind() == rendezvouspb.Answer_MOVE {
+		if err = sendStatus(conn, c.move(conn, a.GetText())); err == nil {
+			a, err = readAnswer(in)
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("waiting for the other ranks: %w", orNewest(err))
 	}

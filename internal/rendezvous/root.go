@@ -109,6 +109,8 @@ type caller struct {
 	finished bool  // guarded by root.mu
 	refused  bool  // whether the caller gets the failure as its answer; guarded by root.mu
 	hangs    bool  // whether the caller is a rank that hangs; guarded by root.mu
+	moving   bool  // whether the caller has been asked to listen elsewhere; guarded by root.mu
+	moved    bool  // whether the caller has answered that; guarded by root.mu
 	left     error // why the caller left a forming root; guarded by root.mu
 }
 
@@ -199,8 +201,12 @@ func (r *root) form(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	addr, hosts, err := rootHosts(r.ln)
+	if err != nil {
+		return err
+	}
 	value, err := proto.Marshal(&rendezvouspb.Root{
-		Attempt: epoch, Token: r.token, Addr: r.ln.Addr().String(),
+		Attempt: epoch, Token: r.token, Addr: addr, Hosts: hosts,
 		Host: r.cfg.Self.Host, Pid: int64(r.cfg.Self.PID),
 	})
 	if err != nil {
@@ -249,6 +255,9 @@ func (r *root) form(ctx context.Context) error {
 			if epoch, err = r.draw(ctx, lastEpoch); err != nil {
 				return r.giveUp(err)
 			}
+		}
+		if err := r.moveSelf(); err != nil {
+			return r.giveUp(err)
 		}
 		// While this goroutine called the store, a rank may have left, or joined with an even greater epoch.
 		if ok, err := r.complete(epoch); err != nil {
@@ -381,9 +390,9 @@ func (r *root) waitError(err error) error {
 }
 
 // awaited returns the ranks for which the root waits, and a text that lists them. These are the ranks that
-// have never joined or, if there are none, the ranks that joined and then gave up. If these have given up
-// although all ranks had joined, they waited for rank 0, which has not completed the epoch. The caller holds
-// r.mu.
+// have never joined. If there are none, they are the ranks that do not yet listen where the root has asked
+// them to, or else the ranks that joined and then gave up. If these have given up although all ranks had
+// joined, they waited for rank 0, which has not completed the epoch. The caller holds r.mu.
 func (r *root) awaited() (ranks []topo.Rank, text string) {
 	var missing []topo.Rank
 	for i := range r.members[1:] {
@@ -395,9 +404,12 @@ func (r *root) awaited() (ranks []topo.Rank, text string) {
 			ranks = append(ranks, rank)
 		}
 	}
+	moving, text := r.moving()
 	switch {
 	case ranks != nil:
 		return ranks, topo.FormatRanks(ranks)
+	case moving != nil:
+		return moving, text
 	case r.full:
 		return []topo.Rank{0}, "rank 0 to complete the epoch"
 	}
@@ -449,12 +461,12 @@ func (r *root) disagreement() *RefusedError {
 }
 
 // complete completes the epoch and sets its number to the parameter epoch. If a rank is missing, or a rank
-// has seen this or a greater number, complete does nothing and returns false. If ranks contradict each other,
-// complete fails the root.
+// has seen this or a greater number, or has to listen on another address first, complete returns false. If
+// ranks contradict each other, complete fails the root.
 func (r *root) complete(epoch uint64) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch {
+	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch || !r.moveMembers() {
 		return false, nil
 	}
 	records := make([]Record, len(r.members))
@@ -816,6 +828,7 @@ func (r *root) verdict(g *caller) {
 // outcome answers g with the failure. The caller holds r.mu, and r is failed.
 func (r *root) outcome(g *caller) {
 	g.refused = true
+	g.hangs = g.moving
 	// The process is remembered before the answer is sent, because it may join again as soon as it has the
 	// answer.
 	r.remember(g.q)

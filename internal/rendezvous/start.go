@@ -267,7 +267,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 		return s, err
 	}
 	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT ||
-		s.GetKind() > rendezvouspb.Status_TRIED) {
+		s.GetKind() > rendezvouspb.Status_MOVED) {
 		err = fmt.Errorf("got a status of the unknown kind %v", s.GetKind())
 	}
 	if err != nil {
@@ -317,7 +317,7 @@ func (r *root) receive(g *caller) {
 	for {
 		s, err := readStatus(g.over)
 		r.mu.Lock()
-		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
+		if err == nil && r.state == forming && !g.mayBeforeTable(s) {
 			err = fmt.Errorf("reading a status: got %v before all ranks have joined", s.GetKind())
 		}
 		if !g.finished { // ignore a caller that has received its last answer
@@ -349,6 +349,8 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 				Ranks: encodeRanks(ranks)})
 		}
 		g.left = fmt.Errorf("rank %d, %v, left before all ranks had joined: %w", rank, g.q.record, err)
+	case r.state == forming:
+		r.noteMoved(g, s)
 	case err != nil:
 		r.conclude(newFailure(rank, hungUp(err)))
 	case s.GetKind() == rendezvouspb.Status_READY:

@@ -31,11 +31,13 @@ const (
 	Status_TIMEOUT Status_Kind = 1
 	// The rank is connected to all others.
 	Status_READY Status_Kind = 2
-	// The rank cannot continue. text says why.
+	// The rank cannot continue, or cannot do what MOVE asks for. text says why.
 	Status_FAILED Status_Kind = 3
 	// The rank's try in Session.Agree has ended. text says why it has failed. It is empty if the try has succeeded or
 	// was stopped.
 	Status_TRIED Status_Kind = 4
+	// The answer to MOVE: the rank listens on the address in text.
+	Status_MOVED Status_Kind = 5
 )
 
 // Enum value maps for Status_Kind.
@@ -46,6 +48,7 @@ var (
 		2: "READY",
 		3: "FAILED",
 		4: "TRIED",
+		5: "MOVED",
 	}
 	Status_Kind_value = map[string]int32{
 		"NONE":    0,
@@ -53,6 +56,7 @@ var (
 		"READY":   2,
 		"FAILED":  3,
 		"TRIED":   4,
+		"MOVED":   5,
 	}
 )
 
@@ -110,6 +114,10 @@ const (
 	// A rank has reported a failure. The rank stops waiting for other ranks and reports that it cannot continue either,
 	// so that the root learns which ranks no longer answer.
 	Answer_REPORT Answer_Kind = 10
+	// Ranks of other hosts have joined, and cannot dial the rank, which listens on a loopback address. The rank must
+	// listen on the address in text, at which they reach the host of the root, or, if the rank has reached the root
+	// over a network, on the address from which it has.
+	Answer_MOVE Answer_Kind = 11
 )
 
 // Enum value maps for Answer_Kind.
@@ -126,6 +134,7 @@ var (
 		8:  "STOP",
 		9:  "TRIED",
 		10: "REPORT",
+		11: "MOVE",
 	}
 	Answer_Kind_value = map[string]int32{
 		"NONE":     0,
@@ -139,6 +148,7 @@ var (
 		"STOP":     8,
 		"TRIED":    9,
 		"REPORT":   10,
+		"MOVE":     11,
 	}
 )
 
@@ -358,10 +368,13 @@ type Root struct {
 	// The number that rank 0 drew when it opened the root. The number of the epoch may be greater.
 	Attempt uint64 `protobuf:"varint,1,opt,name=attempt,proto3" json:"attempt,omitempty"`
 	// Random bytes that identify this root, even if a later root has the same address.
-	Token         []byte `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
-	Addr          string `protobuf:"bytes,3,opt,name=addr,proto3" json:"addr,omitempty"`
-	Host          string `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"`
-	Pid           int64  `protobuf:"varint,5,opt,name=pid,proto3" json:"pid,omitempty"`
+	Token []byte `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
+	Addr  string `protobuf:"bytes,3,opt,name=addr,proto3" json:"addr,omitempty"`
+	Host  string `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"`
+	Pid   int64  `protobuf:"varint,5,opt,name=pid,proto3" json:"pid,omitempty"`
+	// If the root listens on all addresses of its host, these are the addresses. A rank then dials the one at which it
+	// has reached the store, which is on the same host. Otherwise it dials addr.
+	Hosts         []string `protobuf:"bytes,6,rep,name=hosts,proto3" json:"hosts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -429,6 +442,13 @@ func (x *Root) GetPid() int64 {
 		return x.Pid
 	}
 	return 0
+}
+
+func (x *Root) GetHosts() []string {
+	if x != nil {
+		return x.Hosts
+	}
+	return nil
 }
 
 // JoinRequest is the first message of a rank to the root.
@@ -607,7 +627,8 @@ func (x *Status) GetMayPass() bool {
 }
 
 // Answer is a message of the root to a rank. A rank gets a single answer, or TABLE, followed by STOP and TRIED if the
-// ranks call Session.Agree, by REPORT if a rank has reported a failure, and at last START or FAILED.
+// ranks call Session.Agree, by REPORT if a rank has reported a failure, and at last START or FAILED. MOVE may come
+// before any of these.
 type Answer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  Answer_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Answer_Kind" json:"kind,omitempty"`
@@ -729,13 +750,14 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x16\n" +
 	"\x06socket\x18\x03 \x01(\tR\x06socket\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reason\"p\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x86\x01\n" +
 	"\x04Root\x12\x18\n" +
 	"\aattempt\x18\x01 \x01(\x04R\aattempt\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x12\n" +
 	"\x04addr\x18\x03 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x04 \x01(\tR\x04host\x12\x10\n" +
-	"\x03pid\x18\x05 \x01(\x03R\x03pid\"\xc4\x02\n" +
+	"\x03pid\x18\x05 \x01(\x03R\x03pid\x12\x14\n" +
+	"\x05hosts\x18\x06 \x03(\tR\x05hosts\"\xc4\x02\n" +
 	"\vJoinRequest\x12\x10\n" +
 	"\x03job\x18\x01 \x01(\tR\x03job\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x14\n" +
@@ -749,19 +771,20 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
 	"TermsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc4\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xcf\x01\n" +
 	"\x06Status\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Status.KindR\x04kind\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x14\n" +
 	"\x05ranks\x18\x03 \x03(\x05R\x05ranks\x12\x19\n" +
-	"\bmay_pass\x18\x04 \x01(\bR\amayPass\"?\n" +
+	"\bmay_pass\x18\x04 \x01(\bR\amayPass\"J\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\v\n" +
 	"\aTIMEOUT\x10\x01\x12\t\n" +
 	"\x05READY\x10\x02\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x03\x12\t\n" +
-	"\x05TRIED\x10\x04\"\xab\x03\n" +
+	"\x05TRIED\x10\x04\x12\t\n" +
+	"\x05MOVED\x10\x05\"\xb5\x03\n" +
 	"\x06Answer\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Answer.KindR\x04kind\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x16\n" +
@@ -773,7 +796,7 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
 	"TriedEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x05R\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x86\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x90\x01\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\t\n" +
 	"\x05TABLE\x10\x01\x12\t\n" +
@@ -788,7 +811,8 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x05TRIED\x10\t\x12\n" +
 	"\n" +
 	"\x06REPORT\x10\n" +
-	"B9Z7github.com/gohvd/gohvd/internal/rendezvous/rendezvouspbb\x06proto3"
+	"\x12\b\n" +
+	"\x04MOVE\x10\vB9Z7github.com/gohvd/gohvd/internal/rendezvous/rendezvouspbb\x06proto3"
 
 var (
 	file_rendezvous_proto_rawDescOnce sync.Once
