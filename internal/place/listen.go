@@ -4,8 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
+	"slices"
+	"time"
 
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
@@ -99,4 +105,59 @@ func (m *Meeting) CheckListen(addr string) error {
 			"the same contents, at least 16 bytes, or HVD_INSECURE=1 to accept any process that can connect to the ports", ip)
 	}
 	return nil
+}
+
+// lookupTime is how long rank 0 retries to look up its own name. The retries are needed because the DNS name
+// of a pod may appear only shortly after the pod has started. The other ranks retry until they succeed or ctx
+// ends.
+const lookupTime = 2 * time.Second
+
+// listenHost returns the address on which rank 0 must listen if the other ranks dial host. An empty address
+// means all interfaces.
+func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
+	if e.OneHost() {
+		return loopback, nil
+	}
+	if o.Interfaces.IsZero() {
+		return "", nil
+	}
+	chosen, err := o.Interfaces.Addresses()
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
+	var addrs []netip.Addr
+	err = dial.Retry(ctx, func() (err error) {
+		addrs, err = o.addresses(ctx, host)
+		return err
+	})
+	for _, a := range addrs {
+		if slices.Contains(chosen, a) {
+			return a.String(), nil
+		}
+	}
+	if o.Log != nil {
+		o.Log.Warn("the store listens on all interfaces, because the name that the other ranks dial does not resolve to an address of the chosen interfaces",
+			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces),
+			zap.Error(err))
+	}
+	return "", nil
+}
+
+// addresses returns the addresses to which the name of a host resolves on this host.
+func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
+	if o.resolver != nil {
+		text, err := o.resolver(ctx, host)
+		if err != nil {
+			return nil, err
+		}
+		a, err := netip.ParseAddr(text)
+		return []netip.Addr{a}, err
+	}
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	for i := range addrs {
+		addrs[i] = addrs[i].Unmap()
+	}
+	return addrs, err
 }

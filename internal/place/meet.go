@@ -1,20 +1,14 @@
 package place
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
-	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -22,7 +16,6 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/store/c10d"
 )
 
 // ErrNoSecret is returned by Meet if the user has given no secret, and the launcher has no private channel on
@@ -113,7 +106,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	case e.way == byPMI:
 		return e.meetByPMI(ctx, o, m)
 	case o.Host != "":
-		return e.meetAt(ctx, o, m, o.Host)
+		return e.meetAtHost(ctx, o, m, o.Host)
 	case e.way == byFile:
 		return e.meetByFile(ctx, o, m)
 	case e.way == atAgent:
@@ -123,7 +116,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
 		return fmt.Errorf("rank 0 is on node %d of the Slurm step, want node 0: set HVD_RENDEZVOUS_HOST to the host of rank 0", e.node)
 	}
-	return e.meetAt(ctx, o, m, e.host)
+	return e.meetAtHost(ctx, o, m, e.host)
 }
 
 // single fills the fields of m for a job that has only one rank.
@@ -206,85 +199,7 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// meetAt lets the ranks meet at a host and a port that all of them know in advance.
-func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
-	if o.Secret.IsZero() && !o.Insecure {
-		return ErrNoSecret
-	}
-	if o.Port == 0 {
-		return fmt.Errorf("the port of rank 0 on %s is unknown: choose one with HVD_RENDEZVOUS_PORT", host)
-	}
-	m.Secret = o.Secret
-	if e.Rank != 0 {
-		if e.OneHost() {
-			host = loopback
-		}
-		return e.dial(ctx, o, m, host, o.Port)
-	}
-	listen, err := e.listenHost(ctx, o, host)
-	if err != nil {
-		return err
-	}
-	_, err = e.serve(ctx, o, m, listen, o.Port)
-	return err
-}
-
 const loopback = "127.0.0.1"
-
-// lookupTime is how long rank 0 retries to look up its own name. The retries are needed because the DNS name
-// of a pod may appear only shortly after the pod has started. The other ranks retry until they succeed or ctx
-// ends.
-const lookupTime = 2 * time.Second
-
-// listenHost returns the address on which rank 0 must listen if the other ranks dial host. An empty address
-// means all interfaces.
-func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
-	if e.OneHost() {
-		return loopback, nil
-	}
-	if o.Interfaces.IsZero() {
-		return "", nil
-	}
-	chosen, err := o.Interfaces.Addresses()
-	if err != nil {
-		return "", err
-	}
-	ctx, cancel := context.WithTimeout(ctx, lookupTime)
-	defer cancel()
-	var addrs []netip.Addr
-	err = dial.Retry(ctx, func() (err error) {
-		addrs, err = o.addresses(ctx, host)
-		return err
-	})
-	for _, a := range addrs {
-		if slices.Contains(chosen, a) {
-			return a.String(), nil
-		}
-	}
-	if o.Log != nil {
-		o.Log.Warn("the store listens on all interfaces, because the name that the other ranks dial does not resolve to an address of the chosen interfaces",
-			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces),
-			zap.Error(err))
-	}
-	return "", nil
-}
-
-// addresses returns the addresses to which the name of a host resolves on this host.
-func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
-	if o.resolver != nil {
-		text, err := o.resolver(ctx, host)
-		if err != nil {
-			return nil, err
-		}
-		a, err := netip.ParseAddr(text)
-		return []netip.Addr{a}, err
-	}
-	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
-	for i := range addrs {
-		addrs[i] = addrs[i].Unmap()
-	}
-	return addrs, err
-}
 
 // Rank 0 sends one of these words instead of a secret. The first two are shorter than any secret, so no
 // secret can be equal to one of them. The third is used only if rank 0 never sends the secret itself.
@@ -405,308 +320,4 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 		return "", 0, "", errors.New("malformed announcement from rank 0: got no port, want \"host:port,secret\"")
 	}
 	return host, port, word, nil
-}
-
-// meetByFile meets through a file. All ranks must be on one host, and the launcher must provide a directory
-// for the job.
-func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
-	if !filepath.IsAbs(e.dir) {
-		return fmt.Errorf("%s is %q, want the absolute path of the job's directory", e.dirName, e.dir)
-	}
-	// Jobs that this job spawns use the same directory. So the name of the file contains the name of the job.
-	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
-	if e.Rank != 0 {
-		text, err := waitPrivate(ctx, path)
-		if err != nil {
-			return err
-		}
-		return e.dialAnnounced(ctx, o, m, text)
-	}
-	text, err := e.announce(ctx, o, m)
-	if err != nil {
-		return err
-	}
-	if err := writePrivate(path, text); err != nil {
-		return err
-	}
-	m.removeWhenMet(func() error { return remove(path) })
-	return nil
-}
-
-// pmiKey is the key under which rank 0 publishes its announcement.
-const pmiKey = "gohvd-meet"
-
-// meetByPMI meets through the key-value space that the launcher provides.
-func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
-	p, err := startPMI(ctx, e.pmiFD)
-	if err != nil {
-		return err
-	}
-	defer p.close()
-	if m.JobID == "" {
-		m.JobID = p.space
-	}
-	if e.Rank == 0 {
-		text, err := e.announce(ctx, o, m)
-		if err != nil {
-			return err
-		}
-		if err := p.put(pmiKey, text); err != nil {
-			return err
-		}
-	}
-	if err := p.barrier(); err != nil {
-		return err
-	}
-	if e.Rank != 0 {
-		text, err := p.get(pmiKey)
-		if err != nil {
-			return err
-		}
-		if err := e.dialAnnounced(ctx, o, m, text); err != nil {
-			return err
-		}
-	}
-	return p.finalize()
-}
-
-// torchSecretKey is the key under which rank 0 writes how the other ranks get the secret: the result of
-// torchSecret. The value is never the secret itself, because anybody who can connect to the TCPStore can read
-// the value.
-const torchSecretKey = "secret"
-
-// meetAtTorch meets at the TCPStore of torchrun's agent.
-func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
-	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
-		return ErrNoSecret
-	}
-	host, err := o.resolve(ctx, e.host)
-	if err != nil {
-		return err
-	}
-	addr := net.JoinHostPort(host, strconv.Itoa(e.port))
-	client, err := c10d.Dial(ctx, addr, c10d.Unknown)
-	if err != nil {
-		return err
-	}
-	m.Addr = addr
-	m.onClose(client.Close)
-	prefix := "gohvd/" + e.JobID
-	unsealed := store.NewPrefixStore(prefix, client)
-	if e.Rank == 0 {
-		var word string
-		if word, err = e.torchSecret(o, m); err == nil {
-			err = unsealed.Set(ctx, torchSecretKey, []byte(word))
-		}
-	} else {
-		var word []byte
-		if word, err = unsealed.Get(ctx, torchSecretKey); err == nil {
-			err = e.adoptTorchSecret(ctx, o, m, string(word))
-		}
-	}
-	m.Store = store.NewPrefixStore(prefix, sealed(client, m.Secret))
-	return err
-}
-
-// adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0.
-// It comes from a TCPStore, so another user of this host, or of another host, may have chosen it.
-func (e *Env) adoptTorchSecret(ctx context.Context, o MeetOptions, m *Place, word string) (err error) {
-	if name, ok := strings.CutPrefix(word, wordSocket); ok {
-		switch {
-		case !o.Secret.IsZero():
-			return errGivenToSome
-		case !e.OneHost():
-			return fmt.Errorf("rank 0 hands over the secret on its host, but only %d of %d ranks are on this host",
-				e.LocalSize, e.Size)
-		}
-		if err := checkHandoverName(name); err != nil {
-			return fmt.Errorf("malformed announcement from rank 0 about the secret: %w", err)
-		}
-		err = dial.Retry(ctx, func() (err error) {
-			m.Secret, err = takeOver(ctx, name)
-			return err
-		})
-		if err != nil {
-			return fmt.Errorf("getting the secret from rank 0: %w", err)
-		}
-		m.Secret = o.encrypted(m.Secret)
-		return nil
-	}
-	if word != wordGiven && word != wordNone {
-		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given\", \"none\" or the name of a socket", len(word))
-	}
-	if word == wordNone && !o.Insecure {
-		return ErrNoSecret
-	}
-	m.Secret, err = o.secretFor(word)
-	return err
-}
-
-// torchSecret sets the secret at rank 0. It returns the word that rank 0 must publish and that the other
-// ranks pass to adoptTorchSecret: wordGiven, wordNone, or wordSocket and the name of a socket at which rank 0
-// hands over the secret until all ranks have met.
-func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
-	switch {
-	case !o.Secret.IsZero():
-		m.Secret = o.Secret
-		return wordGiven, nil
-	case !e.OneHost():
-		return wordNone, nil
-	}
-	name := newHandoverName()
-	s, text := secret.New()
-	stop, err := handOver(name, text, o.Log)
-	if err != nil {
-		return "", err
-	}
-	m.removeWhenMet(stop)
-	m.Secret = o.encrypted(s)
-	return wordSocket + name, nil
-}
-
-const (
-	// masterPlace is the key under which rank 0 publishes the port of its own store in the TCPStore at
-	// MASTER_ADDR:MASTER_PORT. The value is port,word, where word is the result of torchSecret.
-	masterPlace = "place"
-	// masterClaim is the key of a counter in the same TCPStore. Each rank 0 that meets there increments the
-	// counter. A value above 1 means that a second job uses the same port.
-	masterClaim = "claim"
-	// masterFreeKey is the key that rank 0 sets in its own store when it has closed the server at
-	// MASTER_PORT.
-	masterFreeKey = "place/master-free"
-)
-
-// meetAtMaster meets at MASTER_ADDR:MASTER_PORT, where rank 0 serves a TCPStore by PyTorch's convention.
-// PyTorch in the same process may already serve that TCPStore, or may have to serve it later. So the ranks
-// use it only to learn the port of another store that rank 0 serves. If PyTorch's TCPStore exists, rank 0
-// publishes the port there. Otherwise rank 0 serves a TCPStore itself. When all ranks have met, it closes
-// this TCPStore before any other rank continues.
-func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
-	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
-		return ErrNoSecret
-	}
-	host, port := cmp.Or(o.Host, e.host), o.Port
-	if e.OneHost() {
-		host = loopback
-	}
-	if e.Rank == 0 {
-		return e.publishAtMaster(ctx, o, m, host, port)
-	}
-	dialed, err := o.resolve(ctx, host)
-	if err != nil {
-		return err
-	}
-	master := net.JoinHostPort(dialed, strconv.Itoa(port))
-	client, err := c10d.Dial(ctx, master, c10d.Unknown)
-	if err != nil {
-		return fmt.Errorf("no connection to rank 0 at MASTER_ADDR and MASTER_PORT: %w", err)
-	}
-	text, err := e.atMasterStore(client).Get(ctx, masterPlace)
-	if err != nil {
-		return errors.Join(fmt.Errorf(
-			"rank 0 has published no address in the TCPStore at %s; if PyTorch serves this store, all ranks must call "+
-				"init_process_group and Init in the same order: %w", master, err), client.Close())
-	}
-	if err := client.Close(); err != nil {
-		return err
-	}
-	portText, word, _ := strings.Cut(string(text), ",")
-	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want \"port,word\"", master)
-	}
-	if err := e.adoptTorchSecret(ctx, o, m, word); err != nil {
-		return err
-	}
-	m.onMet(func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })
-	return e.dial(ctx, o, m, host, port)
-}
-
-// atMasterStore returns a view of s, the TCPStore at MASTER_ADDR:MASTER_PORT. The view adds a prefix for this
-// package and the job to all keys.
-func (e *Env) atMasterStore(s store.Store) store.Store {
-	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
-}
-
-// publishAtMaster does the work of meetAtMaster at rank 0.
-func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
-	word, err := e.torchSecret(o, m)
-	if err != nil {
-		return err
-	}
-	listen, err := e.listenHost(ctx, o, host)
-	if err != nil {
-		return err
-	}
-	server, err := e.serve(ctx, o, m, listen, 0)
-	if err != nil {
-		return err
-	}
-	_, own, err := net.SplitHostPort(server.Addr())
-	if err != nil {
-		return err
-	}
-	master, release, err := masterStore(ctx, o, listen, port)
-	if err != nil {
-		return err
-	}
-	m.removeWhenMet(release)
-	s := e.atMasterStore(master)
-	// This uses Add instead of a compare-and-set, because on older servers of PyTorch a compare-and-set does
-	// not wake ranks that wait for its key.
-	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
-		return err
-		// The proof of the secret does not detect this mistake, because the other job may have the same
-		// secret.
-	} else if n != 1 {
-		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set a different RANK at each rank, and a different MASTER_PORT for each job", port)
-	}
-	m.removeWhenMet(func() error {
-		// PyTorch's store continues to exist after this meeting, and the same processes may meet there again.
-		// So the keys must be removed.
-		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
-		defer cancel()
-		_, err := s.Delete(ctx, masterPlace)
-		_, claimErr := s.Delete(ctx, masterClaim)
-		return errors.Join(err, claimErr)
-	})
-	if err := s.Set(ctx, masterPlace, []byte(own+","+word)); err != nil {
-		return err
-	}
-	m.onMet(func(ctx context.Context) error { return m.Store.Set(ctx, masterFreeKey, nil) })
-	return nil
-}
-
-// masterStore serves a TCPStore on the port and returns it. If another server already uses the port,
-// masterStore returns a client of that TCPStore. The caller must call release, which closes the server or the
-// client.
-func masterStore(ctx context.Context, o MeetOptions, listen string,
-	port int) (s store.Store, release func() error, err error) {
-	h := store.NewHashStore(store.Limits{})
-	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
-	if err == nil {
-		watch, stop := context.WithCancel(context.WithoutCancel(ctx))
-		var watching sync.WaitGroup
-		watching.Go(func() {
-			if h.Wait(watch, c10d.WorkersKey) == nil && o.Log != nil {
-				o.Log.Error("PyTorch of another rank has connected to MASTER_PORT while rank 0 is in Init: all ranks must call init_process_group and Init in the same order")
-			}
-		})
-		release = func() error {
-			stop()
-			watching.Wait()
-			return errors.Join(server.Close(), h.Close())
-		}
-		// The prefix is empty, because the keys of a TCPStore begin with a slash.
-		return store.NewPrefixStore("", h), release, nil
-	}
-	if err = errors.Join(err, h.Close()); !errors.Is(err, syscall.EADDRINUSE) {
-		return nil, nil, err
-	}
-	client, err := c10d.Dial(ctx, net.JoinHostPort(cmp.Or(listen, loopback), strconv.Itoa(port)),
-		c10d.Unknown)
-	if err != nil {
-		return nil, nil, fmt.Errorf(
-			"MASTER_PORT is in use on this host, but not by a TCPStore of PyTorch: %w", err)
-	}
-	return client, client.Close, nil
 }

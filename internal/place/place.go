@@ -24,6 +24,11 @@
 //	others      where the user says: as plain, or at                as plain, or given by the user
 //	            MeetOptions.Host
 //
+// Launchers differ in how their ranks meet. There are six ways, each in a file: hvdrun.go (at hvdrun's
+// store), torchrun.go (at the TCPStore of torchrun's agent), master.go (at MASTER_ADDR and MASTER_PORT),
+// host.go (at the host of rank 0), file.go (in the job's directory), and pmi.go (in the key-value space of
+// PMI).
+//
 // If the user gives a secret, rank 0 makes none. If a secret has to be given by the user and is not, Meet
 // fails with ErrNoSecret, unless MeetOptions.Insecure permits a job without a secret.
 //

@@ -13,6 +13,43 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// pmiKey is the key under which rank 0 publishes its announcement.
+const pmiKey = "gohvd-meet"
+
+// meetByPMI meets through the key-value space that the launcher provides.
+func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
+	p, err := startPMI(ctx, e.pmiFD)
+	if err != nil {
+		return err
+	}
+	defer p.close()
+	if m.JobID == "" {
+		m.JobID = p.space
+	}
+	if e.Rank == 0 {
+		text, err := e.announce(ctx, o, m)
+		if err != nil {
+			return err
+		}
+		if err := p.put(pmiKey, text); err != nil {
+			return err
+		}
+	}
+	if err := p.barrier(); err != nil {
+		return err
+	}
+	if e.Rank != 0 {
+		text, err := p.get(pmiKey)
+		if err != nil {
+			return err
+		}
+		if err := e.dialAnnounced(ctx, o, m, text); err != nil {
+			return err
+		}
+	}
+	return p.finalize()
+}
+
 // maxPMILine is the maximum length of a line in bytes. MPICH allows at most 1024 bytes for a value in the
 // line.
 const maxPMILine = 8 << 10

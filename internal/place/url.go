@@ -161,18 +161,6 @@ func placeAt(s store.Store, rank, size int, addr string) *Place {
 	return p
 }
 
-// Dial connects to the store of a launcher. Rank and Size of the Place are -1, because the store does not
-// contain them.
-func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
-	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
-	if err != nil {
-		return nil, err
-	}
-	p := placeAt(client, -1, -1, addr)
-	p.Secret = s
-	return p, nil
-}
-
 // meetAt meets at addr. If rank is 0, it serves a store there. Otherwise it connects to this store. If addr
 // is on loopback and the user has given no secret, rank 0 makes one for the processes of its user.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (p *Place, err error) {

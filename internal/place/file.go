@@ -16,6 +16,32 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 )
 
+// meetByFile meets through a file. All ranks must be on one host, and the launcher must provide a directory
+// for the job.
+func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
+	if !filepath.IsAbs(e.dir) {
+		return fmt.Errorf("%s is %q, want the absolute path of the job's directory", e.dirName, e.dir)
+	}
+	// Jobs that this job spawns use the same directory. So the name of the file contains the name of the job.
+	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
+	if e.Rank != 0 {
+		text, err := waitPrivate(ctx, path)
+		if err != nil {
+			return err
+		}
+		return e.dialAnnounced(ctx, o, m, text)
+	}
+	text, err := e.announce(ctx, o, m)
+	if err != nil {
+		return err
+	}
+	if err := writePrivate(path, text); err != nil {
+		return err
+	}
+	m.removeWhenMet(func() error { return remove(path) })
+	return nil
+}
+
 const (
 	// maxPrivateBytes is the maximum size of a file that readPrivate reads.
 	maxPrivateBytes = 4 << 10
