@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 const (
@@ -122,6 +123,12 @@ func (s *Client) Get(ctx context.Context, key string) ([]byte, error) {
 	return r.value, err
 }
 
+// TryGet implements Store.
+func (s *Client) TryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	r, err := s.call(ctx, request{op: opTryGet, key: key})
+	return r.value, r.ok, err
+}
+
 // Add implements Store.
 func (s *Client) Add(ctx context.Context, key string, delta int64) (int64, error) {
 	r, err := s.call(ctx, request{op: opAdd, key: key, delta: delta})
@@ -175,7 +182,7 @@ func (s *Client) NumKeys(ctx context.Context) (int64, error) {
 func (s *Client) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
 	r, err := s.call(ctx, request{op: opMultiGet, keys: keys})
 	if err == nil && len(r.values) != len(keys) {
-		err = Error("multi-get", first(keys), s.addr, fmt.Errorf("the server sent %d values, want %d",
+		err = call.Error("multi-get", first(keys), s.addr, fmt.Errorf("the server sent %d values, want %d",
 			len(r.values), len(keys)))
 	}
 	return r.values, err
@@ -183,8 +190,8 @@ func (s *Client) MultiGet(ctx context.Context, keys ...string) ([][]byte, error)
 
 // MultiSet implements Store. The keys and values may have at most 32 MiB together.
 func (s *Client) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
-	if err := CheckPairs(keys, values); err != nil {
-		return Error("multi-set", first(keys), s.addr, err)
+	if err := call.CheckPairs(keys, values); err != nil {
+		return call.Error("multi-set", first(keys), s.addr, err)
 	}
 	_, err := s.call(ctx, request{op: opMultiSet, keys: keys, values: values})
 	return err
@@ -227,7 +234,7 @@ func (s *Client) call(ctx context.Context, q request) (reply, error) {
 		if q.key == "" {
 			q.key = first(q.keys)
 		}
-		return reply{}, Error(q.op.String(), q.key, s.addr, err)
+		return reply{}, call.Error(q.op.String(), q.key, s.addr, err)
 	}
 	return r, nil
 }

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 // FileStore is a Store in a file, for processes that share a file system but have no network between them.
@@ -88,7 +89,7 @@ func (s *FileStore) MultiSet(ctx context.Context, keys []string, values [][]byte
 }
 
 func (s *FileStore) multiSet(ctx context.Context, keys []string, values [][]byte) error {
-	if err := CheckPairs(keys, values); err != nil {
+	if err := call.CheckPairs(keys, values); err != nil {
 		return err
 	}
 	return s.change(ctx, func() (log []byte, err error) {
@@ -115,7 +116,7 @@ func (s *FileStore) MultiGet(ctx context.Context, keys ...string) ([][]byte, err
 }
 
 func (s *FileStore) multiGet(ctx context.Context, keys []string) ([][]byte, error) {
-	if err := CheckKeys(keys); err != nil {
+	if err := call.CheckKeys(keys); err != nil {
 		return nil, err
 	}
 	values := make([][]byte, len(keys))
@@ -135,9 +136,20 @@ func (s *FileStore) multiGet(ctx context.Context, keys []string) ([][]byte, erro
 	return values, nil
 }
 
+// TryGet implements Store.
+func (s *FileStore) TryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	if err = call.CheckKey(key); err == nil {
+		err = s.look(ctx, func() {
+			value, ok = s.values[userPrefix+key]
+			value = clone(value)
+		})
+	}
+	return value, ok, s.failed("try-get", key, err)
+}
+
 // Watch implements Store.
 func (s *FileStore) Watch(ctx context.Context, key string, prev []byte) (value []byte, err error) {
-	if err := CheckKey(key); err != nil {
+	if err := call.CheckKey(key); err != nil {
 		return nil, s.failed("watch", key, err)
 	}
 	err = s.poll(ctx, func() bool {
@@ -153,7 +165,7 @@ func (s *FileStore) Watch(ctx context.Context, key string, prev []byte) (value [
 
 // Wait implements Store.
 func (s *FileStore) Wait(ctx context.Context, keys ...string) error {
-	if err := CheckKeys(keys); err != nil {
+	if err := call.CheckKeys(keys); err != nil {
 		return s.failed("wait", first(keys), err)
 	}
 	return s.failed("wait", first(keys), s.poll(ctx, func() bool { return s.has(keys) }))
@@ -161,7 +173,7 @@ func (s *FileStore) Wait(ctx context.Context, keys ...string) error {
 
 // Check implements Store.
 func (s *FileStore) Check(ctx context.Context, keys ...string) (ok bool, err error) {
-	if err := CheckKeys(keys); err != nil {
+	if err := call.CheckKeys(keys); err != nil {
 		return false, s.failed("check", first(keys), err)
 	}
 	err = s.look(ctx, func() { ok = s.has(keys) })
@@ -185,7 +197,7 @@ func (s *FileStore) NumKeys(ctx context.Context) (n int64, err error) {
 
 // Add implements Store.
 func (s *FileStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
-	if err := CheckKey(key); err != nil {
+	if err := call.CheckKey(key); err != nil {
 		return 0, s.failed("add", key, err)
 	}
 	sum, err := s.count(ctx, userPrefix+key, delta)
@@ -196,7 +208,7 @@ func (s *FileStore) count(ctx context.Context, key string, delta int64) (sum int
 	err = s.change(ctx, func() ([]byte, error) {
 		old, ok := s.values[key]
 		var err error
-		if sum, err = Sum(old, ok, delta); err != nil {
+		if sum, err = sumOf(old, ok, delta); err != nil {
 			return nil, err
 		}
 		return appendRecord(nil, key, strconv.AppendInt(nil, sum, 10)), nil
@@ -210,7 +222,7 @@ func (s *FileStore) count(ctx context.Context, key string, delta int64) (sum int
 // CompareAndSet implements Store.
 func (s *FileStore) CompareAndSet(ctx context.Context, key string, expected,
 	desired []byte) (actual []byte, swapped bool, err error) {
-	err = errors.Join(CheckKey(key), CheckValue(desired))
+	err = errors.Join(call.CheckKey(key), call.CheckValue(desired))
 	if err == nil {
 		err = s.change(ctx, func() ([]byte, error) {
 			old, ok := s.values[userPrefix+key]
@@ -230,18 +242,18 @@ func (s *FileStore) CompareAndSet(ctx context.Context, key string, expected,
 
 // Append implements Store.
 func (s *FileStore) Append(ctx context.Context, key string, value []byte) error {
-	if err := CheckKey(key); err != nil {
+	if err := call.CheckKey(key); err != nil {
 		return s.failed("append", key, err)
 	}
 	return s.failed("append", key, s.change(ctx, func() ([]byte, error) {
 		whole := append(clone(s.values[userPrefix+key]), value...)
-		return appendRecord(nil, userPrefix+key, whole), CheckValue(whole)
+		return appendRecord(nil, userPrefix+key, whole), call.CheckValue(whole)
 	}))
 }
 
 // Delete implements Store.
 func (s *FileStore) Delete(ctx context.Context, key string) (existed bool, err error) {
-	if err := CheckKey(key); err != nil {
+	if err := call.CheckKey(key); err != nil {
 		return false, s.failed("delete", key, err)
 	}
 	err = s.change(ctx, func() ([]byte, error) {
@@ -294,7 +306,7 @@ func (s *FileStore) Close() error {
 		}{{openKey, -1}, {closedKey, 1}} {
 			old, ok := s.values[c.key]
 			var err error
-			if counts[i], err = Sum(old, ok, c.delta); err != nil {
+			if counts[i], err = sumOf(old, ok, c.delta); err != nil {
 				return fmt.Errorf("malformed counter %q in the file: %w", c.key, err)
 			}
 			if err := s.write(f,
@@ -318,7 +330,7 @@ func (s *FileStore) failed(op, key string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return Error(op, key, s.path, err)
+	return call.Error(op, key, s.path, err)
 }
 
 // poll reads the file repeatedly until the function cond returns true. cond may read s.values.

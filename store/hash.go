@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 // Limits has the limits of a HashStore. A field that is 0 means the default.
@@ -89,6 +91,12 @@ func (s *HashStore) Set(ctx context.Context, key string, value []byte) error {
 func (s *HashStore) Get(ctx context.Context, key string) ([]byte, error) {
 	value, err := s.wait(ctx, key, nil)
 	return clone(value), failed("get", key, err)
+}
+
+// TryGet implements Store.
+func (s *HashStore) TryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	value, ok, err = s.tryGet(ctx, key)
+	return clone(value), ok, failed("try-get", key, err)
 }
 
 // Watch implements Store.
@@ -196,12 +204,6 @@ func (s *HashStore) Close() error {
 	return nil
 }
 
-// Look returns the value of key without waiting. ok reports whether key has a value.
-func (s *HashStore) Look(ctx context.Context, key string) (value []byte, ok bool, err error) {
-	value, ok, err = s.look(ctx, key)
-	return clone(value), ok, failed("look", key, err)
-}
-
 // Waits returns the number of keys for which calls are waiting.
 func (s *HashStore) Waits() int {
 	s.mu.Lock()
@@ -214,7 +216,7 @@ func failed(op, key string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return Error(op, key, "", err)
+	return call.Error(op, key, "", err)
 }
 
 // The methods below return values that are shared with the store. Callers must not modify them.
@@ -240,7 +242,7 @@ func (s *HashStore) wait(ctx context.Context, key string, prev []byte) ([]byte, 
 	}
 }
 
-func (s *HashStore) look(ctx context.Context, key string) (value []byte, ok bool, err error) {
+func (s *HashStore) tryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
 	if err := s.lock(ctx, key); err != nil {
 		return nil, false, err
 	}
@@ -300,7 +302,7 @@ func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key s
 // lockAll waits until the function there returns true for all keys at the same time, and returns with s.mu
 // held. If it returns an error, s.mu is not held.
 func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key string) bool) error {
-	if err := CheckKeys(keys); err != nil {
+	if err := call.CheckKeys(keys); err != nil {
 		return err
 	}
 	for {
@@ -322,7 +324,7 @@ func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key s
 }
 
 func (s *HashStore) check(ctx context.Context, keys []string) (bool, error) {
-	if err := CheckKeys(keys); err != nil {
+	if err := call.CheckKeys(keys); err != nil {
 		return false, err
 	}
 	if err := s.begin(ctx); err != nil {
@@ -358,7 +360,7 @@ func (s *HashStore) multiGet(ctx context.Context, keys []string) ([][]byte, erro
 }
 
 func (s *HashStore) multiSet(ctx context.Context, keys []string, values [][]byte) error {
-	if err := CheckPairs(keys, values); err != nil {
+	if err := call.CheckPairs(keys, values); err != nil {
 		return err
 	}
 	if err := s.begin(ctx); err != nil {
@@ -393,27 +395,27 @@ func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, er
 		return 0, err
 	}
 	defer s.mu.Unlock()
-	sum, err := Sum(s.values[key], s.hasValue(key), delta)
+	sum, err := sumOf(s.values[key], s.hasValue(key), delta)
 	if err != nil {
 		return 0, err
 	}
 	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
 }
 
-// Sum returns the sum that Add stores. The parameter there is set if the key has a value. In that case the
-// sum is value plus delta, otherwise it is delta. Sum returns an error if value is not a decimal number or
+// sumOf returns the sum that Add stores. The parameter there is set if the key has a value. In that case the
+// sum is value plus delta, otherwise it is delta. sumOf returns an error if value is not a decimal number or
 // the sum overflows.
-func Sum(value []byte, there bool, delta int64) (int64, error) {
+func sumOf(value []byte, there bool, delta int64) (int64, error) {
 	var old int64
 	if there {
 		var err error
 		if old, err = strconv.ParseInt(string(value), 10, 64); err != nil {
-			return 0, &refusal{ErrNotNumber, fmt.Sprintf("got %.32q", value)}
+			return 0, call.Refuse(ErrNotNumber, fmt.Sprintf("got %.32q", value))
 		}
 	}
 	sum := old + delta
 	if (sum > old) != (delta > 0) && delta != 0 {
-		return 0, &refusal{ErrNotNumber, fmt.Sprintf("%d + %d overflows 64 bits", old, delta)}
+		return 0, call.Refuse(ErrNotNumber, fmt.Sprintf("%d + %d overflows 64 bits", old, delta))
 	}
 	return sum, nil
 }
@@ -457,7 +459,7 @@ func (s *HashStore) delete(ctx context.Context, key string) (bool, error) {
 }
 
 func (s *HashStore) push(ctx context.Context, key string, value []byte) error {
-	if err := CheckValue(value); err != nil {
+	if err := call.CheckValue(value); err != nil {
 		return err
 	}
 	if err := s.lock(ctx, key); err != nil {
@@ -531,7 +533,7 @@ func (s *HashStore) queueLen(ctx context.Context, key string) (int64, error) {
 
 // lock locks s.mu for a call on key. It returns an error if key is invalid, ctx has ended or s is closed.
 func (s *HashStore) lock(ctx context.Context, key string) error {
-	if err := CheckKey(key); err != nil {
+	if err := call.CheckKey(key); err != nil {
 		return err
 	}
 	return s.begin(ctx)
@@ -552,7 +554,7 @@ func (s *HashStore) begin(ctx context.Context) error {
 
 // put sets the value of key to a copy of value, and wakes the calls that wait for key. The caller holds s.mu.
 func (s *HashStore) put(key string, value []byte) error {
-	if err := CheckValue(value); err != nil {
+	if err := call.CheckValue(value); err != nil {
 		return err
 	}
 	old, ok := s.values[key]
@@ -574,13 +576,13 @@ func (s *HashStore) put(key string, value []byte) error {
 // s.mu.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, and at most %d are allowed",
-			len(s.values)+len(s.queues), s.limits.Keys)}
+		return call.Refuse(ErrLimit, fmt.Sprintf("the store has %d keys, and at most %d are allowed",
+			len(s.values)+len(s.queues), s.limits.Keys))
 	}
 	if bytes > 0 && s.bytes+bytes > s.limits.Bytes {
-		return &refusal{ErrLimit,
+		return call.Refuse(ErrLimit,
 			fmt.Sprintf("the store has %d of at most %d bytes, and this call needs %d more",
-				s.bytes, s.limits.Bytes, bytes)}
+				s.bytes, s.limits.Bytes, bytes))
 	}
 	return nil
 }

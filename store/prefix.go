@@ -48,6 +48,11 @@ func (s *PrefixStore) Get(ctx context.Context, key string) ([]byte, error) {
 	return s.under.Get(ctx, s.key(key))
 }
 
+// TryGet implements Store.
+func (s *PrefixStore) TryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	return s.under.TryGet(ctx, s.key(key))
+}
+
 // Add implements Store.
 func (s *PrefixStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
 	return s.under.Add(ctx, s.key(key), delta)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 // Limits of a Server.
@@ -187,6 +188,8 @@ func (c *serverConn) handle(q *request, release func()) (waits bool, err error) 
 		return false, nil
 	case opSet:
 		err = c.store.set(c.ctx, q.key, q.first)
+	case opTryGet:
+		r.value, r.ok, err = c.store.tryGet(c.ctx, q.key)
 	case opAdd:
 		r.number, err = c.store.add(c.ctx, q.key, q.delta)
 	case opCompareAndSet:
@@ -210,7 +213,7 @@ func (c *serverConn) handle(q *request, release func()) (waits bool, err error) 
 	// All other operations may wait, except Get of a key that has a value.
 	default:
 		if q.op == opGet {
-			if r.value, r.ok, err = c.store.look(c.ctx, q.key); r.ok || err != nil {
+			if r.value, r.ok, err = c.store.tryGet(c.ctx, q.key); r.ok || err != nil {
 				break
 			}
 		}
@@ -231,8 +234,8 @@ func (c *serverConn) startWait(q *request, release func()) (started bool, err er
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if len(c.waits) >= maxWaitsPerClient {
-		return false, &refusal{ErrLimit,
-			fmt.Sprintf("the connection has %d waiting calls already, which is the limit", len(c.waits))}
+		return false, call.Refuse(ErrLimit,
+			fmt.Sprintf("the connection has %d waiting calls already, which is the limit", len(c.waits)))
 	}
 	if c.waits[q.id] != nil {
 		return false, fmt.Errorf("a request with number %d is already waiting", q.id)
@@ -280,8 +283,8 @@ func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error)
 }
 
 func errTooMuch(numBytes int) error {
-	return &refusal{ErrLimit, fmt.Sprintf("got %d bytes in one call, want at most %d", numBytes,
-		maxListBytes)}
+	return call.Refuse(ErrLimit, fmt.Sprintf("got %d bytes in one call, want at most %d", numBytes,
+		maxListBytes))
 }
 
 // reply sends a reply.

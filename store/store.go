@@ -16,22 +16,23 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 // These limits on keys and values are the same as PyTorch's. A call that exceeds one of them returns an error
 // that wraps ErrLimit.
 const (
-	MaxKeyBytes   = 8 << 10
-	MaxValueBytes = 8 << 20
+	MaxKeyBytes   = call.MaxKeyBytes
+	MaxValueBytes = call.MaxValueBytes
 	// MaxKeys is the maximum number of keys in one call.
-	MaxKeys = 128 << 10
+	MaxKeys = call.MaxKeys
 )
 
 var (
 	// ErrClosed is returned by pending and later calls on a store or handle that has been closed.
 	ErrClosed = errors.New("the store is closed")
 	// ErrLimit reports that a call exceeds a limit of the store.
-	ErrLimit = errors.New("limit exceeded")
+	ErrLimit = call.ErrLimit
 	// ErrNotNumber is returned by Add if the value is not a decimal number or if the sum overflows 64 bits.
 	ErrNotNumber = errors.New("the value is not a decimal number of 64 bits")
 	// ErrUnsupported reports that this kind of store does not support the call.
@@ -55,6 +56,9 @@ type Store interface {
 
 	// Get waits until key has a value, and returns the value, which is never nil.
 	Get(ctx context.Context, key string) ([]byte, error)
+
+	// TryGet is like Get, but does not wait. If key has no value, ok is false.
+	TryGet(ctx context.Context, key string) (value []byte, ok bool, err error)
 
 	// Add adds delta to the decimal number that is the value of key, or to 0 if key has no value. It stores
 	// the sum as text and returns the sum.
@@ -134,72 +138,6 @@ type Config struct {
 
 	handshake     time.Duration // the time limit for the handshake; 0 means serverIOTimeout
 	maxCallsBytes int64         // limit of a Server; 0 means the default
-}
-
-// refusal is the reason why a store refuses a call. A server can send it to a client.
-type refusal struct {
-	kind   error // one of the Err variables above
-	detail string
-}
-
-func (r *refusal) Error() string { return r.kind.Error() + ": " + r.detail }
-
-func (r *refusal) Unwrap() error { return r.kind }
-
-// Error adds the operation, the key and the store to err. The parameter where is the address or path of the
-// store, or empty if the store is in this process.
-func Error(op, key, where string, err error) error {
-	if where != "" {
-		where = " at " + where
-	}
-	return fmt.Errorf("store: %s %.128q%s: %w", op, key, where, err)
-}
-
-// CheckKey returns an error if key is empty or too long.
-func CheckKey(key string) error {
-	if len(key) < 1 || len(key) > MaxKeyBytes {
-		return &refusal{ErrLimit, fmt.Sprintf("key has %d bytes, want 1 to %d", len(key), MaxKeyBytes)}
-	}
-	return nil
-}
-
-// CheckKeys returns an error if there are too many keys, or if one of them is empty or too long.
-func CheckKeys(keys []string) error {
-	if len(keys) > MaxKeys {
-		return &refusal{ErrLimit, fmt.Sprintf("got %d keys, want at most %d", len(keys), MaxKeys)}
-	}
-	for _, k := range keys {
-		if err := CheckKey(k); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// CheckPairs returns an error if the arguments of MultiSet exceed a limit, or if keys and values have
-// different lengths.
-func CheckPairs(keys []string, values [][]byte) error {
-	if len(keys) != len(values) {
-		return fmt.Errorf("got %d keys and %d values, want equal numbers", len(keys), len(values))
-	}
-	if err := CheckKeys(keys); err != nil {
-		return err
-	}
-	for _, v := range values {
-		if err := CheckValue(v); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// CheckValue returns an error if value is too long.
-func CheckValue(value []byte) error {
-	if len(value) > MaxValueBytes {
-		return &refusal{ErrLimit, fmt.Sprintf("value has %d bytes, want at most %d", len(value),
-			MaxValueBytes)}
-	}
-	return nil
 }
 
 // first returns the first element of keys. The error of a call with several keys names only this key.

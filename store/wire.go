@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 // In the store protocol, a client sends requests. The server sends one reply to each request that the client
@@ -20,7 +21,7 @@ import (
 // A ping is answered like other requests. It shows each side that the other is alive.
 const (
 	storeMagic   = "GHVS"
-	storeVersion = 2
+	storeVersion = 3
 
 	// maxListBytes is the maximum total length of the keys and values in one call. Four bytes are added for
 	// each key and each value, because its length is sent too.
@@ -36,6 +37,7 @@ const (
 	opCancel
 	opSet
 	opGet
+	opTryGet
 	opAdd
 	opCompareAndSet
 	opWatch
@@ -54,7 +56,7 @@ const (
 )
 
 var opNames = [numOps]string{
-	"ping", "cancel", "set", "get", "add", "compare-and-set", "watch", "delete", "append", "wait", "check",
+	"ping", "cancel", "set", "get", "try-get", "add", "compare-and-set", "watch", "delete", "append", "wait", "check",
 	"number of keys",
 	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
 }
@@ -91,9 +93,9 @@ func (q *request) check() error {
 	if n := listBytes(q.keys) + listBytes(q.values); n > maxListBytes {
 		return errTooMuch(n)
 	}
-	errs := []error{CheckValue(q.first), CheckValue(q.second), CheckKeys(q.keys)}
+	errs := []error{call.CheckValue(q.first), call.CheckValue(q.second), call.CheckKeys(q.keys)}
 	if len(q.keys) == 0 && !q.op.many() {
-		errs = append(errs, CheckKey(q.key))
+		errs = append(errs, call.CheckKey(q.key))
 	}
 	for _, err := range errs {
 		if err != nil {
@@ -116,7 +118,8 @@ const (
 )
 
 // reply is the answer to a request. If status is not statusOK, value is the text of the error. ok is the bool
-// that compare-and-set, delete, check and try-pop return. values are the values that multi-get returns.
+// that compare-and-set, delete, check, try-get and try-pop return. values are the values that multi-get
+// returns.
 type reply struct {
 	id     uint64
 	status status
@@ -186,8 +189,8 @@ func decodeReply(body []byte) (reply, error) {
 // fail makes r a reply that reports err.
 func (r *reply) fail(err error) {
 	r.status, r.value = statusOther, []byte(err.Error())
-	if why, ok := errors.AsType[*refusal](err); ok {
-		r.value = []byte(why.detail)
+	if why, ok := errors.AsType[*call.Refusal](err); ok {
+		r.value = []byte(why.Detail)
 	}
 	switch {
 	case errors.Is(err, ErrClosed):
@@ -209,9 +212,9 @@ func (r *reply) err() error {
 	case statusClosed:
 		return ErrClosed
 	case statusLimit:
-		return &refusal{ErrLimit, string(r.value)}
+		return call.Refuse(ErrLimit, string(r.value))
 	case statusNotNumber:
-		return &refusal{ErrNotNumber, string(r.value)}
+		return call.Refuse(ErrNotNumber, string(r.value))
 	case statusUnsupported:
 		return ErrUnsupported
 	default:

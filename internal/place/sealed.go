@@ -43,7 +43,7 @@ func (s *sealedStore) unseal(op, key string, sealed []byte, err error) ([]byte, 
 	}
 	value, err := s.key.Unseal(key, sealed)
 	if err != nil {
-		return nil, store.Error(op, key, "", err)
+		return nil, sealError(op, key, err)
 	}
 	return value, nil
 }
@@ -57,6 +57,13 @@ func (s *sealedStore) Set(ctx context.Context, key string, value []byte) error {
 func (s *sealedStore) Get(ctx context.Context, key string) ([]byte, error) {
 	value, err := s.Store.Get(ctx, key)
 	return s.unseal("get", key, value, err)
+}
+
+// TryGet implements store.Store.
+func (s *sealedStore) TryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	value, ok, err = s.Store.TryGet(ctx, key)
+	value, err = s.unseal("try-get", key, value, err)
+	return value, ok && err == nil, err
 }
 
 // CompareAndSet implements store.Store.
@@ -73,8 +80,13 @@ func (s *sealedStore) Watch(ctx context.Context, key string, prev []byte) ([]byt
 	return s.unseal("watch", key, value, err)
 }
 
+// sealError adds the operation and the key to err, as the stores do.
+func sealError(op, key string, err error) error {
+	return fmt.Errorf("store: %s %.128q: %w", op, key, err)
+}
+
 func unsupported(op, key string) error {
-	return store.Error(op, key, "", fmt.Errorf("%w: its values are sealed", store.ErrUnsupported))
+	return sealError(op, key, fmt.Errorf("%w: its values are sealed", store.ErrUnsupported))
 }
 
 // Append implements store.Store.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/internal/call"
 )
 
 // Store is a client of a TCPStore, which PyTorch or a Server serves. A Store and PyTorch's clients see each
@@ -325,13 +326,13 @@ func (s *Store) failed(op, key string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return store.Error(op, key, s.addr, err)
+	return call.Error(op, key, s.addr, err)
 }
 
 // Set implements store.Store. The server does not answer a set request, so Set sends another request after it
 // and waits for the answer to that one.
 func (s *Store) Set(ctx context.Context, key string, value []byte) error {
-	err := errors.Join(store.CheckKey(keyPrefix+key), noKey(key), store.CheckValue(value))
+	err := errors.Join(call.CheckKey(keyPrefix+key), noKey(key), call.CheckValue(value))
 	if err == nil {
 		err = s.setAndConfirm(ctx, opSet, appendBytes(appendBytes(nil, keyPrefix+key), value))
 	}
@@ -357,14 +358,14 @@ func (s *Store) setAndConfirm(ctx context.Context, op opcode, args []byte) error
 // would be valid at the server.
 func noKey(key string) error {
 	if key == "" {
-		return store.CheckKey(key)
+		return call.CheckKey(key)
 	}
 	return nil
 }
 
 // Get implements store.Store.
 func (s *Store) Get(ctx context.Context, key string) (value []byte, err error) {
-	if err = errors.Join(noKey(key), store.CheckKey(keyPrefix+key)); err == nil {
+	if err = errors.Join(noKey(key), call.CheckKey(keyPrefix+key)); err == nil {
 		value, err = s.get(ctx, key)
 	}
 	return value, s.failed("get", key, err)
@@ -386,6 +387,35 @@ func (s *Store) get(ctx context.Context, key string) (value []byte, err error) {
 	return value, nil
 }
 
+// TryGet implements store.Store. If key has a queue and no value, it returns an empty value.
+func (s *Store) TryGet(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	if err = errors.Join(noKey(key), call.CheckKey(keyPrefix+key)); err == nil {
+		err = s.exchange(ctx, func(x *exchange) (err error) {
+			value, ok, err = x.tryGet(key)
+			return err
+		})
+	}
+	return value, ok && err == nil, s.failed("try-get", key, err)
+}
+
+// tryGet returns the value of key. An old server closes the connection if it is asked for a missing key, so
+// tryGet checks first whether key is present. A newer one sends an empty value. So tryGet accepts an empty
+// value only if key is present and tryGet has got an empty value twice in a row.
+func (x *exchange) tryGet(key string) (value []byte, ok bool, err error) {
+	for empties := 0; ; empties++ {
+		if ok, err = x.check([]string{key}); err != nil || !ok || empties == 2 {
+			return value, ok, err
+		}
+		in, err := x.ask(opGet, appendBytes(nil, keyPrefix+key))
+		if err == nil {
+			value, err = in.value()
+		}
+		if err != nil || len(value) > 0 {
+			return value, true, err
+		}
+	}
+}
+
 func withPrefix(keys []string) []string {
 	full := make([]string, len(keys))
 	for i, k := range keys {
@@ -396,7 +426,7 @@ func withPrefix(keys []string) []string {
 
 // Wait implements store.Store.
 func (s *Store) Wait(ctx context.Context, keys ...string) error {
-	err := store.CheckKeys(keys)
+	err := call.CheckKeys(keys)
 	if err == nil {
 		err = s.exchange(ctx, func(x *exchange) error { return x.wait(keys) })
 	}
@@ -445,7 +475,7 @@ func (s *Store) ask(ctx context.Context, op opcode, args []byte) (n int64, err e
 // CompareAndSet implements store.Store.
 func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
 	desired []byte) (actual []byte, swapped bool, err error) {
-	err = errors.Join(noKey(key), store.CheckValue(expected), store.CheckValue(desired))
+	err = errors.Join(noKey(key), call.CheckValue(expected), call.CheckValue(desired))
 	if err == nil {
 		args := appendBytes(appendBytes(appendBytes(nil, keyPrefix+key), expected), desired)
 		err = s.exchange(ctx, func(x *exchange) error {
@@ -470,7 +500,7 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
 
 // Append implements store.Store.
 func (s *Store) Append(ctx context.Context, key string, value []byte) error {
-	err := errors.Join(noKey(key), store.CheckValue(value))
+	err := errors.Join(noKey(key), call.CheckValue(value))
 	if err == nil {
 		err = s.setAndConfirm(ctx, opAppend, appendBytes(appendBytes(nil, keyPrefix+key), value))
 	}
@@ -489,7 +519,7 @@ func (s *Store) Delete(ctx context.Context, key string) (bool, error) {
 
 // Check implements store.Store.
 func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) {
-	if err = store.CheckKeys(keys); err == nil {
+	if err = call.CheckKeys(keys); err == nil {
 		err = s.exchange(ctx, func(x *exchange) error {
 			ok, err = x.check(keys)
 			return err
@@ -517,7 +547,7 @@ func (s *Store) NumKeys(ctx context.Context) (int64, error) {
 
 // MultiGet implements store.Store.
 func (s *Store) MultiGet(ctx context.Context, keys ...string) (values [][]byte, err error) {
-	if err = store.CheckKeys(keys); err == nil {
+	if err = call.CheckKeys(keys); err == nil {
 		err = s.exchange(ctx, func(x *exchange) error {
 			return x.whileThere(keys, func() (empty bool, err error) {
 				values = values[:0]
@@ -542,7 +572,7 @@ func (s *Store) MultiGet(ctx context.Context, keys ...string) (values [][]byte, 
 
 // MultiSet implements store.Store.
 func (s *Store) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
-	err := store.CheckPairs(keys, values)
+	err := call.CheckPairs(keys, values)
 	if err == nil {
 		args := appendU64(nil, uint64(len(keys)))
 		for i, k := range keys {
@@ -555,7 +585,7 @@ func (s *Store) MultiSet(ctx context.Context, keys []string, values [][]byte) er
 
 // Push implements store.Store.
 func (s *Store) Push(ctx context.Context, key string, value []byte) error {
-	err := errors.Join(noKey(key), store.CheckValue(value))
+	err := errors.Join(noKey(key), call.CheckValue(value))
 	if err == nil {
 		err = s.setAndConfirm(ctx, opQueuePush, appendBytes(appendBytes(nil, keyPrefix+key), value))
 	}

@@ -326,7 +326,7 @@ func (c *session) writeNow(key string) error {
 		return err
 	}
 	defer c.answers.Release(store.MaxValueBytes)
-	value, _, err := c.store.Look(c.ctx, key)
+	value, _, err := c.store.TryGet(c.ctx, key)
 	if err != nil {
 		return err
 	}

@@ -39,6 +39,7 @@ func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 		{"SetGet", setGet, false},
 		{"ValuesAreCopied", valuesAreCopied, false},
 		{"GetWaits", getWaits, false},
+		{"TryGet", tryGet, false},
 		{"GetEndsWithContext", getEndsWithContext, false},
 		{"Add", add, false},
 		{"AddRefuses", addRefuses, lacks.Reasons},
@@ -170,6 +171,36 @@ func getWaits(t *testing.T, ctx context.Context, s store.Store) {
 		}
 		noErr(t, make(name))
 		wg.Wait()
+	}
+}
+
+func tryGet(t *testing.T, ctx context.Context, s store.Store) {
+	want := func(value string, there bool) {
+		t.Helper()
+		got, ok, err := s.TryGet(ctx, "k")
+		noErr(t, err)
+		if ok != there || there && (got == nil || string(got) != value) {
+			t.Fatalf("got %q (nil: %v), %v, want %q, %v", got, got == nil, ok, value, there)
+		}
+		if !there {
+			return
+		}
+		for i := range got {
+			got[i] = 0 // must not change the value in the store
+		}
+	}
+	want("", false)
+	for _, value := range []string{"", "one", strings.Repeat("x", 5000)} {
+		noErr(t, s.Set(ctx, "k", []byte(value)))
+		want(value, true)
+		want(value, true)
+	}
+	if _, err := s.Delete(ctx, "k"); err != nil {
+		t.Fatal(err)
+	}
+	want("", false)
+	if _, _, err := s.TryGet(ctx, ""); err == nil {
+		t.Error("an empty key is accepted")
 	}
 }
 
