@@ -78,7 +78,7 @@ race: vet-tool ## test the packages with goroutines and CUDA devices (with stand
 # are resolved. The flag is that of the wheels and of the image, whose packages are then in the build cache.
 .PHONY: nocgo
 nocgo: ## test without a C compiler that ranks find each other by name
-	CGO_ENABLED=0 $(GO) test $(VETTED) -trimpath ./internal/place
+	CGO_ENABLED=0 $(GO) test $(VETTED) -trimpath ./internal/bootstrap
 
 .PHONY: noasm
 noasm: ## test the kernels without assembly
@@ -206,7 +206,7 @@ stress: python-programs ## test threads, joins, signals, crashes and workers of 
 # The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case,
 # and TestTorchIsTooOld tells the same with any version, so go test ./... has run them.
 TORCH_TESTS    = Torch|OtherLaunchers/torchrun
-TORCH_PACKAGES = ./store ./store/c10d ./internal/place ./internal/pythontest ./internal/e2e
+TORCH_PACKAGES = ./store ./store/c10d ./internal/bootstrap ./internal/pythontest ./internal/e2e
 
 .PHONY: test-new-torch
 test-new-torch: python-programs ## the tests with PyTorch, with that of scripts/new-torch.sh, and the Python package at 2 ranks

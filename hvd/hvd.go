@@ -99,8 +99,8 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/place"
 )
 
 // process holds the Engine that the package-level functions use.
@@ -109,9 +109,9 @@ var process struct {
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is in progress; closed at its end
 	epoch  uint64        // the epoch of the last engine
-	// meeting is set if the ranks were allowed to meet only once (place.Meeting.Once). A later Init uses it
-	// to join a new epoch without a second meeting. It is kept until the process ends.
-	meeting *place.Meeting
+	// meeting is set if the ranks were allowed to meet only once (bootstrap.Meeting.Once). A later Init uses
+	// it to join a new epoch without a second meeting. It is kept until the process ends.
+	meeting *bootstrap.Meeting
 }
 
 // begin waits until no other Init or Shutdown is in progress. Then it calls done with process.engine. If done

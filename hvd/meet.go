@@ -4,7 +4,7 @@ import (
 	"context"
 	"net/url"
 
-	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -39,16 +39,16 @@ type InitMethod func(ctx context.Context, u *url.URL) (s store.Store, rank, size
 func WithInitScheme(scheme string, open InitMethod) InitOption {
 	return func(o *initOptions) {
 		if o.Methods == nil {
-			o.Methods = make(place.Methods)
+			o.Methods = make(bootstrap.Methods)
 		}
 		o.Methods[scheme] = func(
-			ctx context.Context, u *url.URL, _ place.MethodOptions,
-		) (*place.Place, error) {
+			ctx context.Context, u *url.URL, _ bootstrap.MethodOptions,
+		) (*bootstrap.Place, error) {
 			s, rank, size, err := open(ctx, u)
 			if err != nil {
 				return nil, err
 			}
-			return place.New(s, rank, size), nil
+			return bootstrap.New(s, rank, size), nil
 		}
 	}
 }
@@ -59,12 +59,12 @@ func WithInitScheme(scheme string, open InitMethod) InitOption {
 type UniqueID [128]byte
 
 // String returns id as text: 171 letters, digits, '-' and '_'.
-func (id UniqueID) String() string { return place.ID(id).String() }
+func (id UniqueID) String() string { return bootstrap.ID(id).String() }
 
 // ParseUniqueID parses the text that String returns. Space around the text is ignored. If the text has
 // another length, or its check sum is wrong, ParseUniqueID returns an error, which does not contain the text.
 func ParseUniqueID(text string) (UniqueID, error) {
-	id, err := place.ParseID(text)
+	id, err := bootstrap.ParseID(text)
 	return UniqueID(id), err
 }
 
@@ -95,9 +95,9 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 // program that passes no option.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) {
-		o.ID = &place.ByID{Rank: rank, Size: size}
+		o.ID = &bootstrap.ByID{Rank: rank, Size: size}
 		for _, id := range ids {
-			o.ID.IDs = append(o.ID.IDs, place.ID(id))
+			o.ID.IDs = append(o.ID.IDs, bootstrap.ID(id))
 		}
 	}
 }
@@ -120,4 +120,4 @@ func WithDevice(name string, share bool) InitOption {
 
 // withMeeting makes the engine store its meeting in *m if the ranks cannot meet again, so that a later Init
 // can use the same meeting.
-func withMeeting(m **place.Meeting) InitOption { return func(o *initOptions) { o.Kept = m } }
+func withMeeting(m **bootstrap.Meeting) InitOption { return func(o *initOptions) { o.Kept = m } }

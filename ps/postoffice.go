@@ -14,11 +14,11 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -161,7 +161,7 @@ func vanConfig(ctx context.Context, set *config.Config, conf Config) (cfg van.Co
 		return cfg, err
 	}
 	if set.SharedMemory != config.SharedNever {
-		if cfg.HostID, err = place.HostID(set); err != nil {
+		if cfg.HostID, err = bootstrap.HostID(set); err != nil {
 			return cfg, err
 		}
 	}
@@ -211,11 +211,11 @@ func (p *postoffice) shareSecret(ctx context.Context) (err error) {
 	case cfg.Role == van.Scheduler:
 		var text string
 		cfg.Secret, text = secret.New()
-		p.stopOffer, err = place.OfferSecret(cfg.Root, text, p.log)
+		p.stopOffer, err = bootstrap.OfferSecret(cfg.Root, text, p.log)
 	default:
 		ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 		defer cancel()
-		cfg.Secret, err = place.AskSecret(ctx, cfg.Root)
+		cfg.Secret, err = bootstrap.AskSecret(ctx, cfg.Root)
 	}
 	if err != nil {
 		return fmt.Errorf("register with the scheduler at %s: %w", cfg.Root, err)

@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -21,7 +21,7 @@ type rawBackend struct {
 	rank, size int
 	mesh       transport.Mesh
 	mpi        *rank.MPI // nil without MPI
-	at         *place.Meeting
+	at         *bootstrap.Meeting
 	session    *rank.Session // nil in a job with one rank
 }
 
@@ -66,11 +66,11 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	if b.mpi, err = rank.JoinMPI(ctx, &cfg, nil, at.store != nil, nil); err != nil {
 		return b, err
 	}
-	where := place.Config{Settings: cfg, Store: at.store}
+	where := bootstrap.Config{Settings: cfg, Store: at.store}
 	if b.mpi != nil {
 		where.ID = b.mpi.ID
 	}
-	met, err := place.Open(ctx, where)
+	met, err := bootstrap.Open(ctx, where)
 	if err != nil {
 		return b, err
 	}

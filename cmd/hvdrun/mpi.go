@@ -21,10 +21,10 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
@@ -281,7 +281,7 @@ func runMPIRank(addrs, command, env []string) (status int, err error) {
 		}
 		return env[i][len(name)+1:]
 	}
-	at, _, err := place.Detect(get)
+	at, _, err := bootstrap.Detect(get)
 	if err == nil && at == nil {
 		err = errors.New("mpirun has not set the variables of Open MPI or of PMI, so the rank is unknown")
 	}

@@ -13,8 +13,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -93,7 +93,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 		if text == "" {
 			return func() error { return nil }, nil
 		}
-		return place.OfferSecret(addr, text, cfg.Log)
+		return bootstrap.OfferSecret(addr, text, cfg.Log)
 	}
 	var stopOffer func() error
 	if port != 0 {

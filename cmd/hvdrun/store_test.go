@@ -13,7 +13,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
@@ -35,7 +35,7 @@ func TestStoreAlone(t *testing.T) {
 		return store.Dial(ctx, addr, store.Config{Secret: key})
 	}
 	offered := func(ctx context.Context, addr string) (store.Store, error) {
-		key, err := place.AskSecret(ctx, addr)
+		key, err := bootstrap.AskSecret(ctx, addr)
 		if err != nil {
 			return nil, err
 		}
@@ -55,8 +55,8 @@ func TestStoreAlone(t *testing.T) {
 		"a fixed port":  {[]string{"store", "--listen", fixed}, offered, syscall.SIGTERM},
 		"no port":       {[]string{"store", "--listen", "127.0.0.1:"}, offered, syscall.SIGTERM},
 		"insecure": {[]string{"store", "--insecure"}, func(ctx context.Context, addr string) (store.Store, error) {
-			if _, err := place.AskSecret(ctx, addr); !errors.Is(err, place.ErrNotOffered) {
-				return nil, fmt.Errorf("got %w, want %w", err, place.ErrNotOffered)
+			if _, err := bootstrap.AskSecret(ctx, addr); !errors.Is(err, bootstrap.ErrNotOffered) {
+				return nil, fmt.Errorf("got %w, want %w", err, bootstrap.ErrNotOffered)
 			}
 			return store.Dial(ctx, addr, store.Config{})
 		}, syscall.SIGTERM},

@@ -181,7 +181,7 @@ func unreadBy(t *testing.T, of func(path string) bool, functions ...string) (nam
 			return err
 		}
 		rel := filepath.ToSlash(strings.TrimPrefix(path, "../../"))
-		library := strings.HasPrefix(rel, "internal/config/") || strings.HasPrefix(rel, "internal/place/")
+		library := strings.HasPrefix(rel, "internal/config/") || strings.HasPrefix(rel, "internal/bootstrap/")
 		if !of(rel) && !library {
 			return nil
 		}

@@ -11,9 +11,9 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -45,7 +45,7 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 		t.Fatal(err)
 	}
 	defer m.Close()
-	at, err := place.Open(ctx, place.Config{Settings: *cfg, ID: m.ID})
+	at, err := bootstrap.Open(ctx, bootstrap.Config{Settings: *cfg, ID: m.ID})
 	if err != nil {
 		t.Fatal(err)
 	}

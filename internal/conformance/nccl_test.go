@@ -17,10 +17,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
@@ -112,7 +112,7 @@ func runRankOnDevice(t *testing.T, me topo.Rank, size int, lockstep bool) {
 	cfg := config.Defaults()
 	cfg.Rank, cfg.Size, cfg.SharedMemory = int(me), size, config.SharedNever
 	cfg.InitMethod = fmt.Sprint(os.Getenv("HVD_INIT_METHOD"), lockstep)
-	at, err := place.Open(ctx, place.Config{Settings: cfg})
+	at, err := bootstrap.Open(ctx, bootstrap.Config{Settings: cfg})
 	if err != nil {
 		t.Fatal(err)
 	}

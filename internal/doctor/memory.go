@@ -6,7 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/limits"
+	"github.com/gohvd/gohvd/internal/cgroup"
 )
 
 // lowBytes is the amount of free memory below which the doctor warns. A few ranks need a few hundred MiB for
@@ -14,7 +14,7 @@ import (
 const lowBytes = 1 << 30
 
 func memory(_ context.Context, s *System) []Line {
-	m, err := limits.MachineMemory(s.Root)
+	m, err := cgroup.MachineMemory(s.Root)
 	if err != nil {
 		return []Line{warn("", "mount /proc", "%v", err)}
 	}
@@ -28,7 +28,7 @@ func memory(_ context.Context, s *System) []Line {
 // memoryLimit reports how much memory the limits of the cgroups leave. If a limit is exceeded, the kernel
 // kills processes.
 func memoryLimit(_ context.Context, s *System) []Line {
-	m, limited := limits.CgroupMemory(s.Root)
+	m, limited := cgroup.LeastMemory(s.Root)
 	found := fmt.Sprintf("%s left of %s (/%s)", bytesText(m.Left), bytesText(m.Limit), m.File)
 	switch {
 	case !limited:

@@ -5,7 +5,7 @@ import (
 	"io/fs"
 	"strings"
 
-	"github.com/gohvd/gohvd/internal/limits"
+	"github.com/gohvd/gohvd/internal/cgroup"
 )
 
 func simd(_ context.Context, s *System) []Line {
@@ -44,7 +44,7 @@ func cores(_ context.Context, s *System) []Line {
 // quota reports how much processor time the cgroups permit. When a quota is used up, the kernel stops all
 // processes of the cgroup until the next period begins, usually for up to 100 ms.
 func quota(_ context.Context, s *System) []Line {
-	q, limited := limits.CgroupQuota(s.Root)
+	q, limited := cgroup.LeastQuota(s.Root)
 	switch {
 	case !limited:
 		return []Line{ok("", "no limit")}

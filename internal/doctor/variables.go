@@ -3,14 +3,14 @@ package doctor
 import (
 	"context"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/place"
 )
 
 // launcher reports which launcher has started this process. For each other launcher it reports why the
 // environment does not match that launcher.
 func launcher(_ context.Context, s *System) []Line {
-	env, found, err := place.Detect(s.getenv)
+	env, found, err := bootstrap.Detect(s.getenv)
 	var lines []Line
 	for _, l := range found {
 		switch {

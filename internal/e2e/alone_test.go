@@ -13,7 +13,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
@@ -21,7 +21,7 @@ import (
 
 // launcherRow says which variables a launcher sets for a process, in a job of size processes on one host.
 type launcherRow struct {
-	kind place.Kind
+	kind bootstrap.Kind
 	// sets returns the variables of the launcher alone, as NAME=value.
 	sets func(rank, size int) []string
 	// meet are the variables with which the user says what the launcher does not.
@@ -54,32 +54,32 @@ func launcherRows(dir string, port, launcherPort int) []launcherRow {
 		}
 	}
 	return []launcherRow{
-		{place.Hvdrun, numbered("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
+		{bootstrap.Hvdrun, numbered("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
 			"HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1", fmt.Sprintf("HOROVOD_GLOO_RENDEZVOUS_PORT=%d", launcherPort)),
 			nil, "HOROVOD_GLOO_RENDEZVOUS_ADDR"},
-		{place.Torchrun, numbered("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+		{bootstrap.Torchrun, numbered("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
 			append([]string{"TORCHELASTIC_RUN_ID=r"}, master...)...), nil, "WORLD_SIZE"},
-		{place.OpenMPI, numbered("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+		{bootstrap.OpenMPI, numbered("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
 			"OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE=7", "PMIX_SERVER_TMPDIR="+dir), nil, "PMIX_SERVER_TMPDIR"},
-		{place.MVAPICH, numbered("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+		{bootstrap.MVAPICH, numbered("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
 			"MV2_COMM_WORLD_LOCAL_SIZE"), master, "MV2_COMM_WORLD_SIZE"},
-		{place.Jsrun, numbered("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+		{bootstrap.Jsrun, numbered("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
 			"JSM_NAMESPACE_LOCAL_SIZE"), rendezvous, "HVD_RENDEZVOUS_HOST"},
 		// With PMI_FD, TestOtherLaunchers runs the real mpiexec.
-		{place.PMI, numbered("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), master, "MASTER_PORT"},
-		{place.Flux, numbered("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", "FLUX_JOB_NNODES=1",
+		{bootstrap.PMI, numbered("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), master, "MASTER_PORT"},
+		{bootstrap.Flux, numbered("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", "FLUX_JOB_NNODES=1",
 			"FLUX_JOB_ID=7", "FLUX_JOB_TMPDIR="+dir), nil, "FLUX_JOB_SIZE"},
-		{place.Slurm, numbered("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+		{bootstrap.Slurm, numbered("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
 			"SLURM_JOB_ID=7", "SLURM_STEP_ID=0", "SLURM_STEP_NODELIST=n", "SLURM_NODEID=0"), rendezvous[1:],
 			"SLURM_STEP_NODELIST"},
-		{place.Kubernetes, func(rank, _ int) []string {
+		{bootstrap.Kubernetes, func(rank, _ int) []string {
 			return []string{fmt.Sprintf("JOB_COMPLETION_INDEX=%d", rank), fmt.Sprintf("HOSTNAME=train-%d", rank)}
 		}, append([]string{"HVD_SIZE=2"}, rendezvous...), "HVD_SIZE"},
-		{place.Plain, numbered("RANK", "WORLD_SIZE", "", "", master...), nil, "MASTER_ADDR"},
-		{place.PALS, numbered("PALS_RANKID", "", "", ""), sized, "HVD_SIZE"},
-		{place.ALPS, numbered("ALPS_APP_PE", "", "", ""), sized, "HVD_SIZE"},
-		{place.PMIx, numbered("PMIX_RANK", "", "", "", "PMIX_NAMESPACE=prterun-h-7@1"), sized, "HVD_SIZE"},
-		{place.PMIPort, numbered("PMI_ID", "", "", "", "PMI_PORT=h:7"), sized, "MASTER_ADDR"},
+		{bootstrap.Plain, numbered("RANK", "WORLD_SIZE", "", "", master...), nil, "MASTER_ADDR"},
+		{bootstrap.PALS, numbered("PALS_RANKID", "", "", ""), sized, "HVD_SIZE"},
+		{bootstrap.ALPS, numbered("ALPS_APP_PE", "", "", ""), sized, "HVD_SIZE"},
+		{bootstrap.PMIx, numbered("PMIX_RANK", "", "", "", "PMIX_NAMESPACE=prterun-h-7@1"), sized, "HVD_SIZE"},
+		{bootstrap.PMIPort, numbered("PMI_ID", "", "", "", "PMI_PORT=h:7"), sized, "MASTER_ADDR"},
 	}
 }
 
@@ -130,13 +130,13 @@ var launcherCases = []struct {
 		})
 	}},
 	{"around", func(l launcherRow, rank int) []string {
-		if l.kind == place.Hvdrun {
+		if l.kind == bootstrap.Hvdrun {
 			return append(l.sets(rank, 2), "OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=1")
 		}
 		return append(l.sets(rank, 2), "HOROVOD_RANK=0", "HOROVOD_SIZE=1")
 	}},
 	{"inside", func(l launcherRow, rank int) []string {
-		if l.kind == place.Torchrun || l.kind == place.Plain { // they set RANK themselves
+		if l.kind == bootstrap.Torchrun || l.kind == bootstrap.Plain { // they set RANK themselves
 			return append(l.sets(0, 1), fmt.Sprintf("ALPS_APP_PE=%d", rank))
 		}
 		return append(l.sets(0, 1), fmt.Sprintf("RANK=%d", rank), "WORLD_SIZE=2")
@@ -220,7 +220,7 @@ func serveLauncher(t *testing.T, s secret.Secret) int {
 // outcome runs two processes of the program again with the given variables and no others of a launcher. It
 // returns "joined" if both are ranks of one job, "alone" if both are jobs of one rank, and "error" if Init
 // has failed in both with an error that says how to be alone. With hvdrun, there is no such way.
-func outcome(t *testing.T, kind place.Kind, env func(rank int) []string) string {
+func outcome(t *testing.T, kind bootstrap.Kind, env func(rank int) []string) string {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
@@ -243,7 +243,7 @@ func outcome(t *testing.T, kind place.Kind, env func(rank int) []string) string 
 				text = "joined"
 			case err == nil && strings.Contains(text, "place 0 1 0 1 0 1\n"):
 				text = "alone"
-			case err != nil && (kind == place.Hvdrun || strings.Contains(text, "HVD_SIZE=1")):
+			case err != nil && (kind == bootstrap.Hvdrun || strings.Contains(text, "HVD_SIZE=1")):
 				text = "error"
 			}
 			outputs[r] = text

@@ -18,11 +18,11 @@ import (
 	"syscall"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/metrics"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops/nccl"
@@ -42,7 +42,7 @@ type Library struct {
 	// changing is held by a call that joins or leaves a job.
 	changing sync.Mutex
 	// Only the holder of changing may use met and last.
-	met  *place.Meeting
+	met  *bootstrap.Meeting
 	last uint64 // epoch of the last job of this process
 
 	nodeChanging sync.Mutex // held by a call that starts or ends the node

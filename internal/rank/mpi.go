@@ -7,9 +7,9 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/ops/mpi"
 )
 
@@ -17,7 +17,7 @@ import (
 type MPI struct {
 	mpi.World
 	// ID is nil if the program or the settings choose another place to meet.
-	ID *place.ByID
+	ID *bootstrap.ByID
 
 	stop   context.CancelFunc // ends the store of the id, at rank 0
 	served <-chan struct{}    // closed when that store has ended
@@ -49,7 +49,7 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 	if err != nil || elsewhere || byHvdrun || world.Size() == 1 {
 		return m, err
 	}
-	var id place.ID
+	var id bootstrap.ID
 	if world.Rank() == 0 {
 		if id, err = m.serve(cfg, log); err != nil {
 			// The other ranks get an id that is not valid, so they need not wait for this one.
@@ -59,23 +59,23 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 	if err := world.Broadcast(ctx, id[:]); err != nil {
 		return m, err
 	}
-	if id == (place.ID{}) {
+	if id == (bootstrap.ID{}) {
 		return m, errors.New("rank 0 could not serve the store at which the ranks meet")
 	}
-	m.ID = &place.ByID{IDs: []place.ID{id}, Rank: world.Rank(), Size: world.Size()}
+	m.ID = &bootstrap.ByID{IDs: []bootstrap.ID{id}, Rank: world.Rank(), Size: world.Size()}
 	return m, nil
 }
 
 // checkLauncher returns an error if the launcher has started another number of processes than MPI sees. It
 // reports whether the launcher is hvdrun.
 func (m *MPI) checkLauncher(cfg *config.Config) (byHvdrun bool, err error) {
-	env, _, err := place.Detect(cfg.Variable)
+	env, _, err := bootstrap.Detect(cfg.Variable)
 	if err != nil && m.Size() > 1 {
 		// Some launchers tell only MPI how many processes there are, so their variables are incomplete.
 		return false, nil
 	}
 	if err != nil || env == nil || env.Size == m.Size() {
-		return env != nil && env.Kind == place.Hvdrun, err
+		return env != nil && env.Kind == bootstrap.Hvdrun, err
 	}
 	return false, fmt.Errorf("%s has started a job of %d, but MPI sees a job of %d: this program was built with %s: "+
 		"start it with the mpirun of this library, or build it with the library of the launcher (docs/mpi.md)",
@@ -83,7 +83,7 @@ func (m *MPI) checkLauncher(cfg *config.Config) (byHvdrun bool, err error) {
 }
 
 // serve serves the store of an id at rank 0. If all ranks are on one host, it listens on loopback.
-func (m *MPI) serve(cfg *config.Config, log *zap.Logger) (place.ID, error) {
+func (m *MPI) serve(cfg *config.Config, log *zap.Logger) (bootstrap.ID, error) {
 	listen := "127.0.0.1"
 	for _, lowest := range m.Groups() {
 		if lowest == 0 {
@@ -91,17 +91,17 @@ func (m *MPI) serve(cfg *config.Config, log *zap.Logger) (place.ID, error) {
 		}
 		choice, err := netif.Parse(cfg.NetworkInterfaces)
 		if err != nil {
-			return place.ID{}, err
+			return bootstrap.ID{}, err
 		}
 		addr, err := choice.Any()
 		if err != nil {
-			return place.ID{}, err
+			return bootstrap.ID{}, err
 		}
 		listen = addr.String()
 		break
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	id, served, err := place.NewID(ctx, listen, cfg.TLS, log)
+	id, served, err := bootstrap.NewID(ctx, listen, cfg.TLS, log)
 	if err != nil {
 		stop()
 		return id, err

@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/dial"
@@ -24,7 +25,6 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -47,8 +47,8 @@ type Options struct {
 	// launcher determine the place. Methods has further URL schemes that Method may have.
 	Store   store.Store
 	Method  string
-	Methods place.Methods
-	ID      *place.ByID
+	Methods bootstrap.Methods
+	ID      *bootstrap.ByID
 	// MPIComm points to the Fortran handle of the MPI communicator with the processes of the job. If it is
 	// nil, all processes that mpirun has started belong to the job.
 	MPIComm *int32
@@ -58,7 +58,7 @@ type Options struct {
 	SharesDevice bool
 	// Kept points to a variable in which Start keeps a meeting that can be opened only once, so that later
 	// epochs of this process can use the meeting.
-	Kept **place.Meeting
+	Kept **bootstrap.Meeting
 	// ForClient says that the training program runs in another process.
 	ForClient bool
 	// Log is the logger. If it is nil, the settings describe the logger.
@@ -90,7 +90,7 @@ func (o *Options) Read() (config.Config, error) {
 // NewID makes a unique id by which the ranks of a job can meet. This process serves them until ctx ends or
 // until 30 s after all ranks have met. Then the channel served is closed. It listens on the interface that
 // the settings choose, or else on the interface of the default route.
-func (o *Options) NewID(ctx context.Context) (id place.ID, served <-chan struct{}, err error) {
+func (o *Options) NewID(ctx context.Context) (id bootstrap.ID, served <-chan struct{}, err error) {
 	cfg, err := o.Read()
 	if err != nil {
 		return id, nil, fmt.Errorf("hvd: new unique id: %w", err)
@@ -103,7 +103,7 @@ func (o *Options) NewID(ctx context.Context) (id place.ID, served <-chan struct{
 	if err != nil {
 		return id, nil, fmt.Errorf("hvd: new unique id: %w", err)
 	}
-	if id, served, err = place.NewID(ctx, listen.String(), cfg.TLS, o.Log); err != nil {
+	if id, served, err = bootstrap.NewID(ctx, listen.String(), cfg.TLS, o.Log); err != nil {
 		err = fmt.Errorf("hvd: new unique id: %w", err)
 	}
 	return id, served, err
@@ -115,12 +115,12 @@ func (o *Options) chosen(cfg config.Config) bool {
 }
 
 // meet opens the place where the ranks meet, and returns it.
-func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, error) {
+func (o *Options) meet(ctx context.Context, cfg config.Config) (*bootstrap.Meeting, error) {
 	byLauncher := !o.chosen(cfg) && cfg.Size == config.Unset
 	if byLauncher && o.Kept != nil && *o.Kept != nil {
 		return (*o.Kept).Again(cfg), nil
 	}
-	m, err := place.Open(ctx, place.Config{
+	m, err := bootstrap.Open(ctx, bootstrap.Config{
 		Settings: cfg, Store: o.Store, Method: o.Method, Methods: o.Methods, ID: o.ID, Log: o.Log,
 	})
 	if err == nil && m.Once && o.Kept != nil {
@@ -162,7 +162,7 @@ type Rank struct {
 
 	nccl        *nccl.Library // nil if the rank does not use NCCL
 	mpi         *MPI          // nil if the rank does not use MPI
-	meeting     *place.Meeting
+	meeting     *bootstrap.Meeting
 	session     *Session    // nil in a job with one rank
 	log         *zap.Logger // nil if the logger belongs to the program
 	sets        setTable

@@ -14,10 +14,10 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -29,7 +29,7 @@ import (
 // SessionConfig has the parameters of OpenSession.
 type SessionConfig struct {
 	// At is the place where the ranks meet. The caller owns it. The job has at least 2 ranks.
-	At *place.Meeting
+	At *bootstrap.Meeting
 	// LastEpoch is the last epoch in which this process took part.
 	LastEpoch uint64
 	// Terms has values, by name, that must be equal at all ranks. OpenSession adds the settings that must be
@@ -168,7 +168,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		}
 		return errors.Join(err, endpoint.Close())
 	}
-	host, err := place.HostID(set)
+	host, err := bootstrap.HostID(set)
 	if err != nil {
 		return abandon(err)
 	}

@@ -12,9 +12,9 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -57,7 +57,7 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 			t.Fatal(err)
 		}
 		wg.Go(func() {
-			at, err := place.Open(ctx, place.Config{Settings: cfg, Store: kv})
+			at, err := bootstrap.Open(ctx, bootstrap.Config{Settings: cfg, Store: kv})
 			if err != nil {
 				errs[r] = err
 				return

@@ -1,7 +1,7 @@
 // Package rendezvous brings the ranks of a job together in four steps.
 //
 //  1. Find the root. Rank 0 opens a root, which is a TCP listener, and publishes its address in the
-//     [store.Store] that all ranks were given (internal/place finds that store through the launcher, a URL or
+//     [store.Store] that all ranks were given (internal/bootstrap finds that store through the launcher, a URL or
 //     a unique id). The other ranks read the address from the store and dial it.
 //  2. Check in. Each rank sends the root one [Record], and the values that must be the same at all ranks. The
 //     root answers every rank, even a rank that contradicts another or comes late. If ranks of several hosts

@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/limits"
+	"github.com/gohvd/gohvd/internal/cgroup"
 )
 
 // checkLimits returns an error if a segment of need bytes would exceed a known limit. The error names the
@@ -26,10 +26,10 @@ func checkLimits(need int64) error {
 // memory left. root is the root of the file system. checkMemory ignores limits that it cannot read, because
 // then the allocation itself shows whether there is enough memory.
 func checkMemory(root fs.FS, need uint64) error {
-	if m, err := limits.MachineMemory(root); err == nil && need > m.Available+m.FreeSwap {
+	if m, err := cgroup.MachineMemory(root); err == nil && need > m.Available+m.FreeSwap {
 		return fmt.Errorf("the machine has only %d bytes of memory and swap left", m.Available+m.FreeSwap)
 	}
-	if m, limited := limits.CgroupMemory(root); limited && need > m.Left {
+	if m, limited := cgroup.LeastMemory(root); limited && need > m.Left {
 		return fmt.Errorf("the cgroup has only %d bytes left of its memory limit of %d bytes (/%s)", m.Left,
 			m.Limit, m.File)
 	}

@@ -29,10 +29,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
@@ -81,7 +81,7 @@ type Server struct {
 	changing chan struct{}
 
 	// Only the holder of changing may use met and last.
-	met  *place.Meeting
+	met  *bootstrap.Meeting
 	last uint64 // epoch of the last job of this process
 
 	mu     sync.Mutex

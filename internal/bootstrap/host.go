@@ -1,0 +1,29 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+)
+
+// meetAtHost lets the ranks meet at a host and a port that all of them know in advance.
+func (e *Env) meetAtHost(ctx context.Context, o MeetOptions, m *Place, host string) error {
+	if o.Secret.IsZero() && !o.Insecure {
+		return ErrNoSecret
+	}
+	if o.Port == 0 {
+		return fmt.Errorf("the port of rank 0 on %s is unknown: choose one with HVD_RENDEZVOUS_PORT", host)
+	}
+	m.Secret = o.Secret
+	if e.Rank != 0 {
+		if e.OneHost() {
+			host = loopback
+		}
+		return e.dial(ctx, o, m, host, o.Port)
+	}
+	listen, err := e.listenHost(ctx, o, host)
+	if err != nil {
+		return err
+	}
+	_, err = e.serve(ctx, o, m, listen, o.Port)
+	return err
+}

@@ -1,0 +1,112 @@
+package bootstrap
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// byLauncher meets at the store of hvdrun, or of another program that sets hvdrun's variables.
+func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
+	address := m.launcherAddr()
+	// Retry the connection, because DNS may not have the name yet.
+	err := dial.Retry(ctx, func() error { return m.listenTowards(ctx, address, choice) })
+	if err != nil {
+		return fmt.Errorf("finding the route to the rendezvous store: %w", err)
+	}
+	if m.Secret.IsZero() && !m.Settings.Insecure && netif.IsLoopback(address) {
+		if err := m.askSecret(ctx, address); err != nil {
+			return err
+		}
+	}
+	if err := m.checkSecret(); err != nil {
+		// checkSecret is called before the connection, so that a job that is refused makes no connection.
+		return err
+	}
+	p, err := Dial(ctx, address, m.Secret)
+	if err != nil {
+		return err
+	}
+	m.usePlace(p)
+	m.launcher = p.Store
+	return nil
+}
+
+// launcherAddr returns the address of the launcher's store, or "" if the settings do not contain it.
+func (m *Meeting) launcherAddr() string {
+	if m.Settings.RendezvousAddr == "" || m.Settings.RendezvousPort == 0 {
+		return ""
+	}
+	return net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
+}
+
+// linkTimeout is the time limit for connecting to a launcher whose store the ranks do not need to meet.
+const linkTimeout = 5 * time.Second
+
+// link connects to the store of hvdrun in a job that meets elsewhere, so that hvdrun hears of its failures.
+// It does so only if the ranks have the same numbers in the job as hvdrun has given them, because otherwise
+// the job has only some of hvdrun's processes, and hvdrun would take its ranks for others. s is the secret
+// that hvdrun has given to the ranks. If there is no connection, link logs a warning, because the job works
+// without it.
+func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) {
+	set := &m.Settings
+	addr := m.launcherAddr()
+	if addr == "" || set.Environment("HOROVOD_RANK") != strconv.Itoa(set.Rank) ||
+		set.Environment("HOROVOD_SIZE") != strconv.Itoa(set.Size) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, linkTimeout)
+	defer cancel()
+	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
+	if err != nil {
+		log.Warn("no connection to hvdrun, which will not learn why the job fails", zap.Error(err))
+		return
+	}
+	m.onClose(client.Close)
+	m.launcher = client
+}
+
+// askSecret sets the secret to that of the store at addr, which is on loopback.
+func (m *Meeting) askSecret(ctx context.Context, addr string) error {
+	s, err := AskSecret(ctx, addr)
+	if errors.Is(err, ErrNotOffered) {
+		// The server may have a secret from the user, or may be of another program. Then Dial knows a better
+		// error.
+		p, dialErr := Dial(ctx, addr, m.Secret)
+		if dialErr != nil {
+			return dialErr
+		}
+		return errors.Join(err, p.Close())
+	}
+	if m.Secret = s; m.Settings.TLS {
+		m.Secret = s.Encrypted()
+	}
+	return err
+}
+
+// Launcher returns the store of hvdrun if hvdrun has started this process as the rank that it is in the job,
+// else nil. Package joblink uses this store for the link to the launcher. The ranks may meet at another
+// store.
+func (m *Meeting) Launcher() store.Store { return m.launcher }
+
+// Dial connects to the store of a launcher. Rank and Size of the Place are -1, because the store does not
+// contain them.
+func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
+	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
+	if err != nil {
+		return nil, err
+	}
+	p := placeAt(client, -1, -1, addr)
+	p.Secret = s
+	return p, nil
+}

@@ -1,0 +1,108 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+// torchSecretKey is the key under which rank 0 writes how the other ranks get the secret: the result of
+// torchSecret. The value is never the secret itself, because anybody who can connect to the TCPStore can read
+// the value.
+const torchSecretKey = "secret"
+
+// meetAtTorch meets at the TCPStore of torchrun's agent.
+func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
+	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
+		return ErrNoSecret
+	}
+	host, err := o.resolve(ctx, e.host)
+	if err != nil {
+		return err
+	}
+	addr := net.JoinHostPort(host, strconv.Itoa(e.port))
+	client, err := c10d.Dial(ctx, addr, c10d.Unknown)
+	if err != nil {
+		return err
+	}
+	m.Addr = addr
+	m.onClose(client.Close)
+	prefix := "gohvd/" + e.JobID
+	unsealed := store.NewPrefixStore(prefix, client)
+	if e.Rank == 0 {
+		var word string
+		if word, err = e.torchSecret(o, m); err == nil {
+			err = unsealed.Set(ctx, torchSecretKey, []byte(word))
+		}
+	} else {
+		var word []byte
+		if word, err = unsealed.Get(ctx, torchSecretKey); err == nil {
+			err = e.adoptTorchSecret(ctx, o, m, string(word))
+		}
+	}
+	m.Store = store.NewPrefixStore(prefix, sealed(client, m.Secret))
+	return err
+}
+
+// adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0.
+// It comes from a TCPStore, so another user of this host, or of another host, may have chosen it.
+func (e *Env) adoptTorchSecret(ctx context.Context, o MeetOptions, m *Place, word string) (err error) {
+	if name, ok := strings.CutPrefix(word, wordSocket); ok {
+		switch {
+		case !o.Secret.IsZero():
+			return errGivenToSome
+		case !e.OneHost():
+			return fmt.Errorf("rank 0 hands over the secret on its host, but only %d of %d ranks are on this host",
+				e.LocalSize, e.Size)
+		}
+		if err := checkHandoverName(name); err != nil {
+			return fmt.Errorf("malformed announcement from rank 0 about the secret: %w", err)
+		}
+		err = dial.Retry(ctx, func() (err error) {
+			m.Secret, err = takeOver(ctx, name)
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("getting the secret from rank 0: %w", err)
+		}
+		m.Secret = o.encrypted(m.Secret)
+		return nil
+	}
+	if word != wordGiven && word != wordNone {
+		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given\", \"none\" or the name of a socket", len(word))
+	}
+	if word == wordNone && !o.Insecure {
+		return ErrNoSecret
+	}
+	m.Secret, err = o.secretFor(word)
+	return err
+}
+
+// torchSecret sets the secret at rank 0. It returns the word that rank 0 must publish and that the other
+// ranks pass to adoptTorchSecret: wordGiven, wordNone, or wordSocket and the name of a socket at which rank 0
+// hands over the secret until all ranks have met.
+func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
+	switch {
+	case !o.Secret.IsZero():
+		m.Secret = o.Secret
+		return wordGiven, nil
+	case !e.OneHost():
+		return wordNone, nil
+	}
+	name := newHandoverName()
+	s, text := secret.New()
+	stop, err := handOver(name, text, o.Log)
+	if err != nil {
+		return "", err
+	}
+	m.removeWhenMet(stop)
+	m.Secret = o.encrypted(s)
+	return wordSocket + name, nil
+}
