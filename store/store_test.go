@@ -448,7 +448,7 @@ func TestDialTCP(t *testing.T) {
 			dial.ReadGreeting(conn, storeMagic)
 			conn.Write(dial.Greeting(storeMagic, 9))
 		}), Config{})
-		testnet.WantError(t, err, "version 9 of the protocol, want 2")
+		testnet.WantError(t, err, "version 9 of the protocol, want 3")
 	})
 }
 
@@ -479,7 +479,7 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 		{"empty frame", [][]byte{hello, frameOf()}, "malformed"},
 		{"short frame", [][]byte{hello, frameOf(2, 0, 0)}, "malformed"},
 		{"long frame", [][]byte{hello, frameOf(append(get[dial.FrameHeaderBytes:], 0)...)}, "malformed"},
-		{"unknown operation", [][]byte{hello, unknown}, "unknown operation 18"},
+		{"unknown operation", [][]byte{hello, unknown}, fmt.Sprint("unknown operation ", uint8(numOps))},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()

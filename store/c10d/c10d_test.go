@@ -349,7 +349,7 @@ func TestGarbage(t *testing.T) {
 		"huge pairs":         {hello + " 0b " + huge, "multi_set: got a list of"},
 		"half a request":     {"00 '/k'", "set: unexpected EOF"},
 		"half a validation":  {"00 ce", "unexpected EOF"},
-		"no key":             {"02 ''", "get: store: look"},
+		"no key":             {"02 ''", "get: store: try-get"},
 		"not a number":       {"00 '/k' 'v1' 03 '/k' +1", "add: store: add"},
 	} {
 		t.Run(name, func(t *testing.T) {
