@@ -16,7 +16,8 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/hvd/cuda"
+	cudart "github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -27,13 +28,13 @@ import (
 type device struct {
 	t      *testing.T
 	index  int
-	on     *cuda.Device
-	stream *cuda.Stream
+	on     *cudart.Device
+	stream *cudart.Stream
 	kept   [][]float32 // what the stream copies
 }
 
 func openDevice(t *testing.T, index int) *device {
-	r, err := cuda.Load(testcuda.CUDA())
+	r, err := cudart.Load(testcuda.CUDA())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,17 +55,23 @@ func (d *device) check(err error) {
 }
 
 // buffer returns a buffer on d. The copy of x to it is enqueued on the stream, but has not ended.
-func (d *device) buffer(x ...float32) hvd.DeviceBuffer[float32] {
+func (d *device) buffer(x ...float32) cuda.Buffer[float32] {
 	memory, err := d.on.Alloc(4 * len(x))
 	d.check(err)
 	d.kept = append(d.kept, x)
 	d.check(d.stream.Copy(memory, tensor.Bytes(x)))
-	return hvd.DeviceBuffer[float32]{Pointer: uintptr(unsafe.Pointer(unsafe.SliceData(memory))), Len: len(x),
+	return cuda.Buffer[float32]{Pointer: uintptr(unsafe.Pointer(unsafe.SliceData(memory))), Len: len(x),
 		Device: d.index, Stream: uintptr(d.stream.Handle())}
 }
 
+// wait waits for h, which has no result.
+func wait(ctx context.Context, h *hvd.Handle[struct{}]) error {
+	_, err := h.Wait(ctx)
+	return err
+}
+
 // read returns the elements of b, without waiting for its stream.
-func (d *device) read(b hvd.DeviceBuffer[float32]) []float32 {
+func (d *device) read(b cuda.Buffer[float32]) []float32 {
 	s, err := d.on.NewStream()
 	d.check(err)
 	x := make([]float32, b.Len)
@@ -75,7 +82,7 @@ func (d *device) read(b hvd.DeviceBuffer[float32]) []float32 {
 	return x
 }
 
-func (d *device) want(what string, b hvd.DeviceBuffer[float32], err error, want ...float32) {
+func (d *device) want(what string, b cuda.Buffer[float32], err error, want ...float32) {
 	d.t.Helper()
 	if got := d.read(b); err != nil || !slices.Equal(got, want) {
 		d.t.Errorf("device %d: %s: got %v and %v, want %v", d.index, what, got, err, want)
@@ -93,20 +100,20 @@ func TestDeviceBuffers(t *testing.T) {
 			defer d.stream.Close()
 			x := d.buffer(float32(me), 2, 3)
 			sum := size * (size - 1) / 2
-			h, err := hvd.AllreduceDeviceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("a"), hvd.On(e))
+			h, err := cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("a"), hvd.On(e))
 			y, out := d.buffer(1), d.buffer(0)
-			h2, err2 := hvd.AllreduceDeviceAsync(y, out, hvd.Op(hvd.Sum), hvd.Name("b"), hvd.On(e))
+			h2, err2 := cuda.AllreduceAsync(y, out, hvd.Op(hvd.Sum), hvd.Name("b"), hvd.On(e))
 			if err != nil || err2 != nil {
 				t.Error(err, err2)
 				return
 			}
-			d.want("allreduce in place", x, h.Wait(ctx), sum, 2*size, 3*size)
-			d.want("allreduce", out, h2.Wait(ctx), size)
+			d.want("allreduce in place", x, wait(ctx, h), sum, 2*size, 3*size)
+			d.want("allreduce", out, wait(ctx, h2), size)
 			d.want("the input", y, nil, 1)
 
 			b := d.buffer(float32(me), 5)
 			out = d.buffer(0, 0)
-			d.want("broadcast", out, hvd.BroadcastDevice(ctx, b, out, n-1, hvd.On(e)), size-1, 5)
+			d.want("broadcast", out, cuda.Broadcast(ctx, b, out, n-1, hvd.On(e)), size-1, 5)
 
 			var all []float32
 			for r := range n {
@@ -114,14 +121,14 @@ func TestDeviceBuffers(t *testing.T) {
 			}
 			part := d.buffer(slices.Repeat([]float32{float32(me)}, me+1)...)
 			out = d.buffer(make([]float32, len(all))...)
-			d.want("allgather", out, hvd.AllgatherDevice(ctx, part, out, hvd.On(e)), all...)
+			d.want("allgather", out, cuda.Allgather(ctx, part, out, hvd.On(e)), all...)
 
 			whole, mine := make([]float32, 2*n), make([]float32, 2)
 			for i := range whole {
 				whole[i] = float32(i)
 			}
 			out = d.buffer(mine...)
-			err = hvd.ReducescatterDevice(ctx, d.buffer(whole...), out, hvd.Op(hvd.Sum), hvd.On(e))
+			err = cuda.Reducescatter(ctx, d.buffer(whole...), out, hvd.Op(hvd.Sum), hvd.On(e))
 			d.want("reducescatter", out, err, float32(2*me)*size, float32(2*me+1)*size)
 		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 			testcuda.CUDA())
@@ -139,7 +146,7 @@ func TestMixedDevices(t *testing.T) {
 			d := openDevice(t, 0)
 			defer d.stream.Close()
 			x := d.buffer(1)
-			err = hvd.AllreduceDevice(ctx, x, x, hvd.Name("x"), hvd.On(e))
+			err = cuda.Allreduce(ctx, x, x, hvd.Name("x"), hvd.On(e))
 		}
 		testnet.WantError(t, err,
 			"mismatched devices: rank 0 sent a tensor in host memory, rank 1 sent a tensor on a CUDA device")
@@ -153,8 +160,8 @@ func TestMixedDevices(t *testing.T) {
 
 func TestDeviceWithoutNCCL(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
-		x := hvd.DeviceBuffer[float32]{Pointer: 4096, Len: 1}
-		err := hvd.AllreduceDevice(ctx, x, x, hvd.On(e))
+		x := cuda.Buffer[float32]{Pointer: 4096, Len: 1}
+		err := cuda.Allreduce(ctx, x, x, hvd.On(e))
 		testnet.WantError(t, err, "CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl")
 	})
 }
@@ -167,8 +174,8 @@ func TestDeviceSets(t *testing.T) {
 		defer d.stream.Close()
 		rng := rand.New(rand.NewPCG(1, uint64(e.Rank())))
 		type submitted struct {
-			h    *hvd.DeviceHandle
-			x    hvd.DeviceBuffer[float32]
+			h    *hvd.Handle[struct{}]
+			x    cuda.Buffer[float32]
 			size int
 		}
 		var all []submitted
@@ -178,7 +185,7 @@ func TestDeviceSets(t *testing.T) {
 				continue
 			}
 			x := d.buffer(1, float32(i))
-			h, err := hvd.AllreduceDeviceAsync(x, x, hvd.Op(hvd.Sum), hvd.Over(set),
+			h, err := cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Over(set),
 				hvd.Name(fmt.Sprint("x", i)))
 			if err != nil {
 				t.Error(err)
@@ -187,7 +194,7 @@ func TestDeviceSets(t *testing.T) {
 			all = append(all, submitted{h, x, set.Size()})
 		}
 		for _, s := range all {
-			if err := s.h.Wait(ctx); err != nil || d.read(s.x)[0] != float32(s.size) {
+			if _, err := s.h.Wait(ctx); err != nil || d.read(s.x)[0] != float32(s.size) {
 				t.Errorf("rank %d: got %v and %v, want %d", e.Rank(), d.read(s.x), err, s.size)
 				return
 			}
@@ -207,7 +214,7 @@ func TestDeviceJoin(t *testing.T) {
 			}
 			x := d.buffer(1, 2)
 			name := hvd.Name(fmt.Sprint("x", step/2))
-			err := hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), name, hvd.On(e))
+			err := cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Sum), name, hvd.On(e))
 			n := float32(3)
 			if step > 0 {
 				n = 2
@@ -222,7 +229,7 @@ func TestDeviceJoin(t *testing.T) {
 }
 
 // portion returns n elements of b from the given one.
-func portion(b hvd.DeviceBuffer[float32], from, n int) hvd.DeviceBuffer[float32] {
+func portion(b cuda.Buffer[float32], from, n int) cuda.Buffer[float32] {
 	b.Pointer, b.Len = b.Pointer+uintptr(4*from), n
 	return b
 }
@@ -236,20 +243,20 @@ func TestDevicePlaces(t *testing.T) {
 		on, sum := hvd.On(e), hvd.Op(hvd.Sum)
 		x := d.buffer(1, 2, 3, 4)
 		d.want("reducescatter in place", portion(x, 2*me, 2),
-			hvd.ReducescatterDevice(ctx, x, portion(x, 2*me, 2), sum, on), float32(4*me+2), float32(4*me+4))
+			cuda.Reducescatter(ctx, x, portion(x, 2*me, 2), sum, on), float32(4*me+2), float32(4*me+4))
 		y := d.buffer(5, 6, 7, 8)
-		d.want("allgather in place", y, hvd.AllgatherDevice(ctx, portion(y, me, 1+me), portion(y, 0, 3), on), 5, 6, 7, 8)
+		d.want("allgather in place", y, cuda.Allgather(ctx, portion(y, me, 1+me), portion(y, 0, 3), on), 5, 6, 7, 8)
 		const overlaps = "the output overlaps the input, want an output that begins at element"
-		testnet.WantError(t, hvd.AllreduceDevice(ctx, portion(x, 0, 3), portion(x, 1, 3), on), overlaps+" 0")
-		testnet.WantError(t, hvd.BroadcastDevice(ctx, portion(x, 1, 3), portion(x, 0, 3), 0, on), overlaps+" 0")
-		testnet.WantError(t, hvd.ReducescatterDevice(ctx, x, portion(x, 1, 2), on), overlaps)
-		testnet.WantError(t, hvd.AllgatherDevice(ctx, portion(x, 1, 3), portion(x, 0, 3), on),
+		testnet.WantError(t, cuda.Allreduce(ctx, portion(x, 0, 3), portion(x, 1, 3), on), overlaps+" 0")
+		testnet.WantError(t, cuda.Broadcast(ctx, portion(x, 1, 3), portion(x, 0, 3), 0, on), overlaps+" 0")
+		testnet.WantError(t, cuda.Reducescatter(ctx, x, portion(x, 1, 2), on), overlaps)
+		testnet.WantError(t, cuda.Allgather(ctx, portion(x, 1, 3), portion(x, 0, 3), on),
 			"the input overlaps the output, but is no part of it")
-		err := hvd.AllgatherDevice(ctx, portion(x, 1-me, 1), portion(x, 0, 2), on)
+		err := cuda.Allgather(ctx, portion(x, 1-me, 1), portion(x, 0, 2), on)
 		testnet.WantError(t, err, fmt.Sprintf("the input begins at byte %d of the output, want byte %d", 4*(1-me),
 			4*me))
 		x.Stream = 2
-		testnet.WantError(t, hvd.AllreduceDevice(ctx, x, x, on), "got stream 2, which is another stream in each thread")
+		testnet.WantError(t, cuda.Allreduce(ctx, x, x, on), "got stream 2, which is another stream in each thread")
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 }
@@ -265,7 +272,7 @@ func TestDeviceOutputStream(t *testing.T) {
 		t.Setenv("STANDIN_CUDA_DELAY_US", "200")
 		defer slow.stream.Close()
 		out := slow.buffer(1)
-		err := hvd.AllreduceDevice(ctx, x, out, hvd.Op(hvd.Sum), hvd.On(e))
+		err := cuda.Allreduce(ctx, x, out, hvd.Op(hvd.Sum), hvd.On(e))
 		slow.check(slow.stream.Synchronize())
 		d.want("the output", out, err, 7)
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
@@ -299,33 +306,33 @@ func TestDeviceRows(t *testing.T) {
 				total += r
 			}
 			in, out := d.buffer(rows(me, total)...), d.buffer(make([]float32, len(exchanged))...)
-			got, err := hvd.AlltoallDevice(ctx, in, out, splits, two(total), on)
+			got, err := cuda.Alltoall(ctx, in, out, splits, two(total), on)
 			d.want("alltoall", out, err, exchanged...)
 			if !slices.Equal(got, received) {
 				t.Errorf("rank %d of %d: alltoall: got rows %v, want %v", me, n, got, received)
 			}
-			var whole hvd.DeviceBuffer[float32]
+			var whole cuda.Buffer[float32]
 			if me == root {
 				whole = d.buffer(make([]float32, len(gathered))...)
 			}
-			got, err = hvd.GatherDevice(ctx, d.buffer(rows(me, me+1)...), whole, root, two(me+1), on)
+			got, err = cuda.Gather(ctx, d.buffer(rows(me, me+1)...), whole, root, two(me+1), on)
 			if err != nil || me == root && !slices.Equal(got, counts) {
 				t.Errorf("rank %d of %d: gather: got rows %v and %v, want %v", me, n, got, err, counts)
 			}
-			var from hvd.DeviceBuffer[float32]
+			var from cuda.Buffer[float32]
 			if me == root {
 				d.want("gather", whole, err, gathered...)
 				from = d.buffer(rows(root, total)...)
 			}
 			out = d.buffer(make([]float32, 2*me)...)
-			err = hvd.ScatterDevice(ctx, from, out, splits, root, two(total), on)
+			err = cuda.Scatter(ctx, from, out, splits, root, two(total), on)
 			d.want("scatter", out, err, rows(root, total)[me*(me-1):][:2*me]...)
 
-			x, sum := d.buffer(1, float32(me)), hvd.DeviceBuffer[float32]{}
+			x, sum := d.buffer(1, float32(me)), cuda.Buffer[float32]{}
 			if me == root {
 				sum = x
 			}
-			err = hvd.ReduceDevice(ctx, x, sum, root, hvd.Op(hvd.Sum), on)
+			err = cuda.Reduce(ctx, x, sum, root, hvd.Op(hvd.Sum), on)
 			if want := []float32{1, float32(me)}; me != root {
 				d.want("reduce, not root", x, err, want...)
 			} else {
@@ -344,17 +351,17 @@ func TestDeviceRowsRefused(t *testing.T) {
 		defer d.stream.Close()
 		on := hvd.On(e)
 		in, out := d.buffer(1, 2), d.buffer(0, 0)
-		_, err := hvd.AlltoallDevice(ctx, in, portion(out, 0, 2-me), nil, on)
+		_, err := cuda.Alltoall(ctx, in, portion(out, 0, 2-me), nil, on)
 		if me == 1 {
 			testnet.WantError(t, err, "the result has 8 bytes, but the output has 4 bytes")
 		} else {
 			d.want("alltoall beside a rank that fails", out, err, 1, 1)
 		}
-		_, err = hvd.AlltoallDevice(ctx, in, portion(in, 1, 1), nil, on)
+		_, err = cuda.Alltoall(ctx, in, portion(in, 1, 1), nil, on)
 		testnet.WantError(t, err, "the output overlaps the input")
-		_, err = hvd.AlltoallDevice(ctx, in, out, nil, hvd.InPlace(), on)
+		_, err = cuda.Alltoall(ctx, in, out, nil, hvd.InPlace(), on)
 		testnet.WantError(t, err, "option InPlace does not apply to device buffers")
-		_, err = hvd.AlltoallDevice(ctx, in, out, nil, on)
+		_, err = cuda.Alltoall(ctx, in, out, nil, on)
 		d.want("alltoall afterwards", out, err, 1+float32(me), 1+float32(me))
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
@@ -368,7 +375,7 @@ func TestDeviceEmpty(t *testing.T) {
 			me, on, empty := e.Rank(), hvd.On(e), hvd.Shape(n, 0)
 			d := openDevice(t, me)
 			defer d.stream.Close()
-			none := hvd.DeviceBuffer[float32]{Device: me}
+			none := cuda.Buffer[float32]{Device: me}
 			rows := func(what string, got []int, err error, want ...int) {
 				t.Helper()
 				if err != nil || !slices.Equal(got, want) {
@@ -376,29 +383,29 @@ func TestDeviceEmpty(t *testing.T) {
 				}
 			}
 			for _, shape := range []hvd.Option{hvd.Shape(0), empty} {
-				d.want("allreduce", none, hvd.AllreduceDevice(ctx, none, none, shape, on))
-				d.want("broadcast", none, hvd.BroadcastDevice(ctx, none, none, 0, shape, on))
-				d.want("allgather", none, hvd.AllgatherDevice(ctx, none, none, shape, on))
-				d.want("reducescatter", none, hvd.ReducescatterDevice(ctx, none, none, shape, on))
-				d.want("reduce", none, hvd.ReduceDevice(ctx, none, none, n-1, shape, on))
+				d.want("allreduce", none, cuda.Allreduce(ctx, none, none, shape, on))
+				d.want("broadcast", none, cuda.Broadcast(ctx, none, none, 0, shape, on))
+				d.want("allgather", none, cuda.Allgather(ctx, none, none, shape, on))
+				d.want("reducescatter", none, cuda.Reducescatter(ctx, none, none, shape, on))
+				d.want("reduce", none, cuda.Reduce(ctx, none, none, n-1, shape, on))
 			}
 			some, out := none, d.buffer(0, 0) // only rank 0 has rows
 			if me == 0 {
 				some = d.buffer(3, 4)
 			}
-			d.want("allgather of rank 0", out, hvd.AllgatherDevice(ctx, some, out, on), 3, 4)
+			d.want("allgather of rank 0", out, cuda.Allgather(ctx, some, out, on), 3, 4)
 			received := make([]int, n)
 			received[0] = 2
 			splits := make([]int, n)
 			if splits[n-1] = some.Len; me < n-1 {
 				out = none
 			}
-			got, err := hvd.AlltoallDevice(ctx, some, out, splits, on)
+			got, err := cuda.Alltoall(ctx, some, out, splits, on)
 			if me < n-1 {
 				received[0] = 0
 			}
 			rows("alltoall to the last rank", got, err, received...)
-			got, err = hvd.AlltoallDevice(ctx, none, none, nil, on)
+			got, err = cuda.Alltoall(ctx, none, none, nil, on)
 			rows("alltoall without rows", got, err, make([]int, n)...)
 
 			// Rows without elements have numbers nevertheless.
@@ -406,25 +413,18 @@ func TestDeviceEmpty(t *testing.T) {
 				splits[r], received[r] = r+me, r+me
 			}
 			total := n*me + n*(n-1)/2
-			got, err = hvd.AlltoallDevice(ctx, none, none, splits, hvd.Shape(total, 0), on)
+			got, err = cuda.Alltoall(ctx, none, none, splits, hvd.Shape(total, 0), on)
 			rows("alltoall of empty rows", got, err, received...)
-			got, err = hvd.GatherDevice(ctx, none, none, n-1, hvd.Shape(me+1, 0), on)
+			got, err = cuda.Gather(ctx, none, none, n-1, hvd.Shape(me+1, 0), on)
 			for r := range received {
 				if received[r] = 0; me == n-1 {
 					received[r] = r + 1
 				}
 			}
 			rows("gather of empty rows", got, err, received...)
-			h, err := hvd.ScatterDeviceAsync(none, none, splits, 0, hvd.Shape(n*(n-1)/2, 0), on)
-			if err == nil {
-				err = h.Wait(ctx)
-				clear(received)
-				received[0] = me
-				got = h.Received()
-			}
-			rows("scatter of empty rows", got, err, received...)
+			d.want("scatter of empty rows", none, cuda.Scatter(ctx, none, none, splits, 0, hvd.Shape(n*(n-1)/2, 0), on))
 			x := d.buffer(1)
-			d.want("allreduce afterwards", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), on), float32(n))
+			d.want("allreduce afterwards", x, cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Sum), on), float32(n))
 		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 			testcuda.CUDA())
 	}
@@ -433,7 +433,7 @@ func TestDeviceEmpty(t *testing.T) {
 // TestDeviceGroups runs the operations on groups in jobs of 1 to 3 ranks. The inputs are on several streams
 // and are still being copied to the devices when the operations are submitted.
 func TestDeviceGroups(t *testing.T) {
-	type buffers = []hvd.DeviceBuffer[float32]
+	type buffers = []cuda.Buffer[float32]
 	for n := 1; n <= 3; n++ {
 		run(t, n, func(ctx context.Context, e *hvd.Engine) {
 			me, size, on := float32(e.Rank()), float32(n), hvd.On(e)
@@ -441,38 +441,38 @@ func TestDeviceGroups(t *testing.T) {
 			defer d.stream.Close()
 			defer other.stream.Close()
 			sum := hvd.Op(hvd.Sum)
-			x, y, none := d.buffer(1, me), other.buffer(me), hvd.DeviceBuffer[float32]{Device: d.index}
+			x, y, none := d.buffer(1, me), other.buffer(me), cuda.Buffer[float32]{Device: d.index}
 			out := other.buffer(0, 0)
-			h, err := hvd.GroupedAllreduceDeviceAsync(buffers{x, y, none}, buffers{out, y, none}, sum,
+			h, err := cuda.GroupedAllreduceAsync(buffers{x, y, none}, buffers{out, y, none}, sum,
 				hvd.Name("a"), on)
 			z := d.buffer(5, 6, 7, 8)
-			h2, err2 := hvd.GroupedAllreduceDeviceAsync(buffers{z}, buffers{z}, sum, hvd.Name("b"), on,
+			h2, err2 := cuda.GroupedAllreduceAsync(buffers{z}, buffers{z}, sum, hvd.Name("b"), on,
 				hvd.Shapes([]int{2, 2}))
 			if err != nil || err2 != nil {
 				t.Error(err, err2)
 				return
 			}
 			total := size * (size - 1) / 2
-			d.want("group, tensor 0", out, h.Wait(ctx), size, total)
+			d.want("group, tensor 0", out, wait(ctx, h), size, total)
 			d.want("group, tensor 1", y, nil, total)
-			d.want("group of one", z, h2.Wait(ctx), 5*size, 6*size, 7*size, 8*size)
+			d.want("group of one", z, wait(ctx, h2), 5*size, 6*size, 7*size, 8*size)
 
 			whole := func(each ...float32) (all []float32) { return slices.Repeat(each, n) }
 			one, two := d.buffer(whole(0)...), other.buffer(whole(0, 0)...)
-			err = hvd.GroupedAllgatherDevice(ctx, buffers{d.buffer(3), other.buffer(4, 5)},
+			err = cuda.GroupedAllgather(ctx, buffers{d.buffer(3), other.buffer(4, 5)},
 				buffers{one, two}, on)
 			d.want("allgather, tensor 0", one, err, whole(3)...)
 			d.want("allgather, tensor 1", two, nil, whole(4, 5)...)
 
 			one, two = d.buffer(0), d.buffer(0, 0)
-			err = hvd.GroupedReducescatterDevice(ctx,
+			err = cuda.GroupedReducescatter(ctx,
 				buffers{d.buffer(whole(3)...), other.buffer(whole(4, 4)...)}, buffers{one, two}, sum, on)
 			d.want("reducescatter, tensor 0", one, err, 3*size)
 			d.want("reducescatter, tensor 1", two, nil, 4*size, 4*size)
 
 			for _, grouped := range []func(context.Context, buffers, buffers, ...hvd.Option) error{
-				hvd.GroupedAllreduceDevice[float32], hvd.GroupedAllgatherDevice[float32],
-				hvd.GroupedReducescatterDevice[float32],
+				cuda.GroupedAllreduce[float32], cuda.GroupedAllgather[float32],
+				cuda.GroupedReducescatter[float32],
 			} {
 				if err := grouped(ctx, nil, nil, on); err != nil {
 					t.Errorf("an empty group: %v", err)
@@ -487,7 +487,7 @@ func TestDeviceGroups(t *testing.T) {
 // TestDeviceGroupsRefused checks the errors of groups. If one tensor of a group fails at all ranks, all
 // tensors do, and if one fails at one rank, the group fails there. The job goes on.
 func TestDeviceGroupsRefused(t *testing.T) {
-	type buffers = []hvd.DeviceBuffer[float32]
+	type buffers = []cuda.Buffer[float32]
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		me, on := e.Rank(), hvd.On(e)
 		d := openDevice(t, me)
@@ -497,26 +497,26 @@ func TestDeviceGroupsRefused(t *testing.T) {
 		elsewhere := b
 		elsewhere.Device = me + 1
 		group := buffers{a, elsewhere}
-		testnet.WantError(t, hvd.GroupedAllreduceDevice(ctx, group, group, on),
+		testnet.WantError(t, cuda.GroupedAllreduce(ctx, group, group, on),
 			fmt.Sprintf("tensor 1 is on cuda:%d and tensor 0 is on cuda:%d, want the same device", me+1, me))
-		testnet.WantError(t, hvd.GroupedAllreduceDevice(ctx, buffers{a, b}, buffers{a, a}[:1], on), "got 1 outputs")
-		testnet.WantError(t, hvd.GroupedAllreduceDevice(ctx, buffers{a, b}, buffers{a, portion(x, 1, 2)}, on),
+		testnet.WantError(t, cuda.GroupedAllreduce(ctx, buffers{a, b}, buffers{a, a}[:1], on), "got 1 outputs")
+		testnet.WantError(t, cuda.GroupedAllreduce(ctx, buffers{a, b}, buffers{a, portion(x, 1, 2)}, on),
 			"the output overlaps the input")
 		group[1] = portion(b, 0, 1+me)
-		err := hvd.GroupedAllreduceDevice(ctx, group, group, on)
+		err := cuda.GroupedAllreduce(ctx, group, group, on)
 		testnet.WantError(t, err, "mismatched shapes")
 		out, short := d.buffer(0, 0, 0, 0), d.buffer(0, 0, 0)
 		wrong := out
 		if me == 1 {
 			wrong = short
 		}
-		err = hvd.GroupedAllgatherDevice(ctx, buffers{a, b}, buffers{out, wrong}, on)
+		err = cuda.GroupedAllgather(ctx, buffers{a, b}, buffers{out, wrong}, on)
 		if me == 1 {
 			testnet.WantError(t, err, "the result has 16 bytes, but the output has 12 bytes")
 		} else if err != nil {
 			t.Error(err)
 		}
-		err = hvd.GroupedAllreduceDevice(ctx, buffers{a, b}, buffers{a, b}, hvd.Op(hvd.Sum), on)
+		err = cuda.GroupedAllreduce(ctx, buffers{a, b}, buffers{a, b}, hvd.Op(hvd.Sum), on)
 		d.want("allreduce afterwards", x, err, 2, 4, 6, 8)
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
@@ -530,13 +530,13 @@ func TestDeviceGroupParts(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		d := openDevice(t, 0)
 		defer d.stream.Close()
-		var group []hvd.DeviceBuffer[float32]
+		var group []cuda.Buffer[float32]
 		for i := range 5 {
 			x := make([]float32, each)
 			x[each-1] = float32(i + 1)
 			group = append(group, d.buffer(x...))
 		}
-		err := hvd.GroupedAllreduceDevice(ctx, group, group, hvd.Op(hvd.Sum), hvd.Prescale(2), hvd.On(e))
+		err := cuda.GroupedAllreduce(ctx, group, group, hvd.Op(hvd.Sum), hvd.Prescale(2), hvd.On(e))
 		for i, x := range group {
 			d.want("the last element", portion(x, each-1, 1), err, 2*float32(i+1))
 		}
@@ -547,7 +547,7 @@ func TestDeviceGroupParts(t *testing.T) {
 // TestDeviceTimeline checks that a timeline has the activities of operations on devices with Horovod's names,
 // in order.
 func TestDeviceTimeline(t *testing.T) {
-	type buffers = []hvd.DeviceBuffer[float32]
+	type buffers = []cuda.Buffer[float32]
 	dir := t.TempDir()
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if err := e.StartTimeline(filepath.Join(dir, "t.json"), false); err != nil {
@@ -558,15 +558,15 @@ func TestDeviceTimeline(t *testing.T) {
 		x, y, z := d.buffer(1, 2), d.buffer(3), d.buffer(0, 0, 0, 0)
 		for step := range 2 {
 			name := hvd.Name(fmt.Sprint("group", step))
-			d.check(hvd.GroupedAllreduceDevice(ctx, buffers{x, y}, buffers{x, y}, name, on))
+			d.check(cuda.GroupedAllreduce(ctx, buffers{x, y}, buffers{x, y}, name, on))
 		}
-		d.check(hvd.AllreduceDevice(ctx, x, portion(z, 0, 2), hvd.Name("one"), on))
-		d.check(hvd.BroadcastDevice(ctx, x, x, 1, hvd.Name("broadcast"), on))
-		d.check(hvd.AllgatherDevice(ctx, x, z, hvd.Name("allgather"), on))
-		_, err := hvd.AlltoallDevice(ctx, x, portion(z, 0, 2), nil, hvd.Name("alltoall"), on)
+		d.check(cuda.Allreduce(ctx, x, portion(z, 0, 2), hvd.Name("one"), on))
+		d.check(cuda.Broadcast(ctx, x, x, 1, hvd.Name("broadcast"), on))
+		d.check(cuda.Allgather(ctx, x, z, hvd.Name("allgather"), on))
+		_, err := cuda.Alltoall(ctx, x, portion(z, 0, 2), nil, hvd.Name("alltoall"), on)
 		d.check(err)
-		d.check(hvd.ReducescatterDevice(ctx, x, y, hvd.Name("reducescatter"), on))
-		d.check(hvd.AllreduceDevice(ctx, y, y, hvd.Name("adasum"), hvd.Op(hvd.Adasum), on))
+		d.check(cuda.Reducescatter(ctx, x, y, hvd.Name("reducescatter"), on))
+		d.check(cuda.Allreduce(ctx, y, y, hvd.Name("adasum"), hvd.Op(hvd.Adasum), on))
 		if err := e.StopTimeline(); err != nil {
 			t.Error(err)
 		}
@@ -606,7 +606,7 @@ func TestDeviceTimeline(t *testing.T) {
 // TestDeviceInHost checks that operations that NCCL cannot run get copies of the tensors in host memory, and
 // that each rank logs the reason once.
 func TestDeviceInHost(t *testing.T) {
-	type buffers = []hvd.DeviceBuffer[float32]
+	type buffers = []cuda.Buffer[float32]
 	core, logged := observer.New(zap.WarnLevel)
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		me, on := float32(e.Rank()), hvd.On(e)
@@ -615,21 +615,21 @@ func TestDeviceInHost(t *testing.T) {
 		defer other.stream.Close()
 		x, y := d.buffer(1, me, 3), other.buffer(2, 2)
 		one := portion(x, 0, 1)
-		d.want("min", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Min), hvd.Prescale(2), on), 2, 0, 6)
-		d.want("adasum", y, hvd.AllreduceDevice(ctx, y, y, hvd.Op(hvd.Adasum), on), 2, 2)
-		d.want("allgather with NCCL", y, hvd.AllgatherDevice(ctx, one, y, on), 2, 2)
-		err := hvd.GroupedAllreduceDevice(ctx, buffers{x, y}, buffers{x, y}, hvd.CompressFP16(), on)
+		d.want("min", x, cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Min), hvd.Prescale(2), on), 2, 0, 6)
+		d.want("adasum", y, cuda.Allreduce(ctx, y, y, hvd.Op(hvd.Adasum), on), 2, 2)
+		d.want("allgather with NCCL", y, cuda.Allgather(ctx, one, y, on), 2, 2)
+		err := cuda.GroupedAllreduce(ctx, buffers{x, y}, buffers{x, y}, hvd.CompressFP16(), on)
 		d.want("compressed group, tensor 0", x, err, 2, 0, 6)
 		d.want("compressed group, tensor 1", y, nil, 2, 2)
 		out := d.buffer(0)
-		err = hvd.ReducescatterDevice(ctx, y, out, hvd.Op(hvd.Max), hvd.Postscale(2), on)
+		err = cuda.Reducescatter(ctx, y, out, hvd.Op(hvd.Max), hvd.Postscale(2), on)
 		d.want("reducescatter", out, err, 4)
 		z := d.buffer(1, 1+me)
-		into := hvd.DeviceBuffer[float32]{}
+		into := cuda.Buffer[float32]{}
 		if e.Rank() == 1 {
 			into = z
 		}
-		err = hvd.ReduceDevice(ctx, z, into, 1, hvd.Op(hvd.Product), hvd.Prescale(2), on)
+		err = cuda.Reduce(ctx, z, into, 1, hvd.Op(hvd.Product), hvd.Prescale(2), on)
 		if e.Rank() == 1 {
 			d.want("reduce", z, err, 4, 8)
 		} else {
@@ -637,7 +637,7 @@ func TestDeviceInHost(t *testing.T) {
 		}
 		if e.Rank() == 0 {
 			d.want("allreduce while rank 1 has joined", y,
-				hvd.AllreduceDevice(ctx, y, y, hvd.Op(hvd.Max), hvd.Prescale(2), on), 4, 4)
+				cuda.Allreduce(ctx, y, y, hvd.Op(hvd.Max), hvd.Prescale(2), on), 4, 4)
 		}
 		if _, err := hvd.Join(ctx, on); err != nil {
 			t.Error(err)
@@ -669,18 +669,18 @@ func TestDeviceOnlyInHost(t *testing.T) {
 			d := openDevice(t, e.Rank())
 			defer d.stream.Close()
 			x, all := d.buffer(1, me), d.buffer(make([]float32, 2*n)...)
-			d.want("allreduce", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), on), float32(n), float32(n*(n-1)/2))
-			err := hvd.AllgatherDevice(ctx, x, all, hvd.Shape(1, 2), on)
+			d.want("allreduce", x, cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Sum), on), float32(n), float32(n*(n-1)/2))
+			err := cuda.Allgather(ctx, x, all, hvd.Shape(1, 2), on)
 			d.want("allgather", portion(all, 2*n-2, 2), err, float32(n), float32(n*(n-1)/2))
 			y := d.buffer(me, 0)
-			d.want("broadcast", y, hvd.BroadcastDevice(ctx, y, y, n-1, on), float32(n-1), 0)
+			d.want("broadcast", y, cuda.Broadcast(ctx, y, y, n-1, on), float32(n-1), 0)
 			y, out := d.buffer(slices.Repeat([]float32{me}, n)...), d.buffer(make([]float32, n)...)
-			got, err := hvd.AlltoallDevice(ctx, y, out, nil, on)
+			got, err := cuda.Alltoall(ctx, y, out, nil, on)
 			d.want("alltoall", portion(out, n-1, 1), err, float32(n-1))
 			if want := slices.Repeat([]int{1}, n); !slices.Equal(got, want) {
 				t.Errorf("alltoall: got rows %v, want %v", got, want)
 			}
-			err = hvd.AllgatherDevice(ctx, x, portion(all, 0, 1), on)
+			err = cuda.Allgather(ctx, x, portion(all, 0, 1), on)
 			testnet.WantError(t, err, "but the output has 4 bytes")
 		}, "HOROVOD_GPU_OPERATIONS", "host", "HVD_CUDART_LIBRARY", testcuda.CUDA())
 	}

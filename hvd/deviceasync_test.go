@@ -15,6 +15,7 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -29,7 +30,7 @@ func runAsync(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), s
 }
 
 // memory returns the memory of b.
-func memory(b hvd.DeviceBuffer[float32]) []byte {
+func memory(b cuda.Buffer[float32]) []byte {
 	return unsafe.Slice(*(**byte)(unsafe.Pointer(&b.Pointer)), 4*b.Len)
 }
 
@@ -37,7 +38,7 @@ func memory(b hvd.DeviceBuffer[float32]) []byte {
 // streams of both buffers wait for it: what the program enqueues on them, here a copy of the output and new
 // values of the input, comes after the operation.
 func TestDeviceAsync(t *testing.T) {
-	type buffers = []hvd.DeviceBuffer[float32]
+	type buffers = []cuda.Buffer[float32]
 	for n := 1; n <= 3; n++ {
 		dir := t.TempDir()
 		gate := func(r int) string { return filepath.Join(dir, fmt.Sprint("open", r)) }
@@ -53,7 +54,7 @@ func TestDeviceAsync(t *testing.T) {
 			defer d.stream.Close()
 			defer held.stream.Close()
 			x, y := held.buffer(1, 2), d.buffer(0, 0)
-			d.check(hvd.AllreduceDevice(ctx, x, y, hvd.Op(hvd.Sum), hvd.Name("x"), on))
+			d.check(cuda.Allreduce(ctx, x, y, hvd.Op(hvd.Sum), hvd.Name("x"), on))
 			end, err := d.on.NewEvent()
 			d.check(err)
 			d.check(end.Record(d.stream))
@@ -75,9 +76,9 @@ func TestDeviceAsync(t *testing.T) {
 
 			group := buffers{d.buffer(1), d.buffer(2)}
 			out := d.buffer(make([]float32, n)...)
-			err = hvd.GroupedAllreduceDevice(ctx, group, group, hvd.Op(hvd.Sum), hvd.Name("x"), on)
+			err = cuda.GroupedAllreduce(ctx, group, group, hvd.Op(hvd.Sum), hvd.Name("x"), on)
 			in := d.buffer(slices.Repeat([]float32{float32(me)}, n)...)
-			rows, err2 := hvd.AlltoallDevice(ctx, in, out, nil, on)
+			rows, err2 := cuda.Alltoall(ctx, in, out, nil, on)
 			if want := slices.Repeat([]int{1}, n); !slices.Equal(rows, want) {
 				t.Errorf("rank %d of %d: got rows %v, want %v", me, n, rows, want)
 			}
@@ -87,11 +88,11 @@ func TestDeviceAsync(t *testing.T) {
 			d.want("alltoall", portion(out, n-1, 1), err2, size-1)
 
 			z := d.buffer(1, 1)
-			d.check(hvd.AllreduceDevice(ctx, z, z, hvd.Op(hvd.Adasum), hvd.Name("copied"), on))
+			d.check(cuda.Allreduce(ctx, z, z, hvd.Op(hvd.Adasum), hvd.Name("copied"), on))
 			d.want("without NCCL", z, nil, 1, 1)
-			d.check(hvd.AllreduceDevice(ctx, z, z, hvd.Op(hvd.Sum), hvd.Name("x"), on))
+			d.check(cuda.Allreduce(ctx, z, z, hvd.Op(hvd.Sum), hvd.Name("x"), on))
 			d.want("after a barrier", z, hvd.Barrier(ctx, on), size, size)
-			d.check(hvd.AllreduceDevice(ctx, z, z, hvd.Op(hvd.Average), hvd.Name("x"), on))
+			d.check(cuda.Allreduce(ctx, z, z, hvd.Op(hvd.Average), hvd.Name("x"), on))
 			if err := e.Shutdown(ctx); err != nil {
 				t.Errorf("rank %d: %v", me, err)
 			}
@@ -118,7 +119,7 @@ func TestDeviceAsyncFails(t *testing.T) {
 		d := openDevice(t, e.Rank())
 		defer d.stream.Close()
 		x := d.buffer(1)
-		err := hvd.AllreduceDevice(ctx, x, x, hvd.Name("x"), hvd.On(e))
+		err := cuda.Allreduce(ctx, x, x, hvd.Name("x"), hvd.On(e))
 		// If rank 0 is slow, rank 1 has already aborted the communicator. At rank 1, the stand-in reports the
 		// error only when the operation has been launched.
 		if err != nil && e.Rank() == 1 {
@@ -143,7 +144,7 @@ func TestDeviceAsyncTimeout(t *testing.T) {
 			d := openDevice(t, e.Rank())
 			defer d.stream.Close()
 			x := d.buffer(1)
-			err := hvd.AllreduceDevice(ctx, x, x, hvd.Name("x"), hvd.On(e), hvd.Timeout(limit))
+			err := cuda.Allreduce(ctx, x, x, hvd.Name("x"), hvd.On(e), hvd.Timeout(limit))
 			if err != nil {
 				early.Store(true)
 			}
@@ -168,7 +169,7 @@ func TestDeviceAsyncDeath(t *testing.T) {
 		d := openDevice(t, e.Rank())
 		defer d.stream.Close()
 		x := d.buffer(1)
-		d.check(hvd.AllreduceDevice(ctx, x, x, hvd.On(e)))
+		d.check(cuda.Allreduce(ctx, x, x, hvd.On(e)))
 		if e.Rank() == 1 {
 			<-completed
 			d.check(e.Inside().Close())

@@ -11,6 +11,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -24,12 +25,12 @@ func TestDeviceChoices(t *testing.T) {
 		d := openDevice(t, e.Rank())
 		defer d.stream.Close()
 		x, y, z := d.buffer(1, me), d.buffer(0, 0, 0, 0), d.buffer(0, 0)
-		d.want("allreduce", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), on), 2, 1)
-		d.want("allgather", y, hvd.AllgatherDevice(ctx, x, y, on), 2, 1, 2, 1)
-		d.want("broadcast", z, hvd.BroadcastDevice(ctx, d.buffer(5, me), z, 1, on), 5, 1)
-		_, err := hvd.AlltoallDevice(ctx, d.buffer(me, 7), z, nil, on)
+		d.want("allreduce", x, cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Sum), on), 2, 1)
+		d.want("allgather", y, cuda.Allgather(ctx, x, y, on), 2, 1, 2, 1)
+		d.want("broadcast", z, cuda.Broadcast(ctx, d.buffer(5, me), z, 1, on), 5, 1)
+		_, err := cuda.Alltoall(ctx, d.buffer(me, 7), z, nil, on)
 		d.want("alltoall", z, err, [][]float32{{0, 1}, {7, 7}}[e.Rank()]...)
-		err = hvd.ReducescatterDevice(ctx, y, portion(z, 0, 2), hvd.Op(hvd.Sum), on)
+		err = cuda.Reducescatter(ctx, y, portion(z, 0, 2), hvd.Op(hvd.Sum), on)
 		d.want("reducescatter", z, err, 4, 2)
 		if err := e.Shutdown(ctx); err != nil {
 			t.Error(err)

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
@@ -35,7 +36,7 @@ func TestDeviceFaults(t *testing.T) {
 				x := d.buffer(1)
 				var err error
 				for step := 0; err == nil && step < 2; step++ {
-					err = hvd.AllreduceDevice(ctx, x, x, hvd.Name("x"), hvd.On(e))
+					err = cuda.Allreduce(ctx, x, x, hvd.Name("x"), hvd.On(e))
 				}
 				testnet.WantError(t, err, `hvd: allreduce "x": `, c.want)
 				_, err = hvd.Allreduce(ctx, []float32{1}, hvd.Name("next"), hvd.On(e))

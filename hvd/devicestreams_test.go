@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -26,8 +27,8 @@ func TestDeviceStreamsFit(t *testing.T) {
 		defer d.stream.Close()
 		rng := rand.New(rand.NewPCG(2, uint64(e.Rank())))
 		type submitted struct {
-			h    *hvd.DeviceHandle
-			x, y hvd.DeviceBuffer[float32]
+			h    *hvd.Handle[struct{}]
+			x, y cuda.Buffer[float32]
 			size int
 		}
 		var all []submitted
@@ -37,8 +38,8 @@ func TestDeviceStreamsFit(t *testing.T) {
 				continue
 			}
 			x, y := d.buffer(1, float32(i)), d.buffer(2)
-			group := []hvd.DeviceBuffer[float32]{x, y}
-			h, err := hvd.GroupedAllreduceDeviceAsync(group, group, hvd.Op(hvd.Sum), hvd.Over(set),
+			group := []cuda.Buffer[float32]{x, y}
+			h, err := cuda.GroupedAllreduceAsync(group, group, hvd.Op(hvd.Sum), hvd.Over(set),
 				hvd.Name(fmt.Sprint("x", i)))
 			if err != nil {
 				t.Error(err)
@@ -47,7 +48,7 @@ func TestDeviceStreamsFit(t *testing.T) {
 			all = append(all, submitted{h, x, y, set.Size()})
 		}
 		for _, s := range all {
-			err := s.h.Wait(ctx)
+			_, err := s.h.Wait(ctx)
 			if n := float32(s.size); err != nil || d.read(s.x)[0] != n || d.read(s.y)[0] != 2*n {
 				t.Errorf("rank %d: got %v, %v and %v, want %v and %v", e.Rank(), d.read(s.x), d.read(s.y), err, n,
 					2*n)
@@ -72,7 +73,7 @@ func TestDeviceStreamsOverlap(t *testing.T) {
 		defer held.stream.Close()
 		on := hvd.On(e)
 		x, y := held.buffer(1), d.buffer(2)
-		h, err := hvd.AllreduceDeviceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("x"), on)
+		h, err := cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("x"), on)
 		if err != nil {
 			t.Error(err)
 			return
@@ -83,7 +84,7 @@ func TestDeviceStreamsOverlap(t *testing.T) {
 			}
 		}
 		if other := e.ProcessSets()[1]; other.Included() {
-			d.want("of the other set", y, hvd.AllreduceDevice(ctx, y, y, hvd.Op(hvd.Sum), hvd.Over(other)), 4)
+			d.want("of the other set", y, cuda.Allreduce(ctx, y, y, hvd.Op(hvd.Sum), hvd.Over(other)), 4)
 			if h.Poll() {
 				t.Errorf("rank %d: the operation has not waited for the stream of its input", e.Rank())
 			}
@@ -94,7 +95,7 @@ func TestDeviceStreamsOverlap(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		d.want("of all ranks", x, h.Wait(ctx), 3)
+		d.want("of all ranks", x, wait(ctx, h), 3)
 	}, "HOROVOD_NUM_NCCL_STREAMS", "2", "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),
 		"HVD_CUDART_LIBRARY", testcuda.CUDA())
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
@@ -32,11 +33,11 @@ func TestDeviceWaits(t *testing.T) {
 			one, two := held[me], openDevice(t, me)
 			defer one.stream.Close()
 			defer two.stream.Close()
-			var handles []*hvd.DeviceHandle
-			var outputs []hvd.DeviceBuffer[float32]
+			var handles []*hvd.Handle[struct{}]
+			var outputs []cuda.Buffer[float32]
 			for i := range 20 {
 				x, y := one.buffer(float32(i)), two.buffer(0)
-				h, err := hvd.AllreduceDeviceAsync(x, y, hvd.Op(hvd.Sum), hvd.Name(fmt.Sprint(i)), on)
+				h, err := cuda.AllreduceAsync(x, y, hvd.Op(hvd.Sum), hvd.Name(fmt.Sprint(i)), on)
 				one.check(err)
 				handles, outputs = append(handles, h), append(outputs, y)
 			}
@@ -48,7 +49,7 @@ func TestDeviceWaits(t *testing.T) {
 				one.check(os.WriteFile(gate, nil, 0o600))
 			}
 			for i, h := range handles {
-				if err := h.Wait(ctx); err != nil {
+				if _, err := h.Wait(ctx); err != nil {
 					t.Errorf("rank %d: operation %d: %v", me, i, err)
 				}
 			}

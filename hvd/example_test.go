@@ -18,7 +18,7 @@ func Example() {
 	// All parts of the gradient are in flight at the same time. The ranks match the parts by name, so each
 	// rank may submit them in any order, even in the random order of a map.
 	parts := map[string][]float32{"weight": {2, 4}, "bias": {6}}
-	handles := make(map[string]*hvd.Handle[float32])
+	handles := make(map[string]*hvd.Handle[[]float32])
 	for name, part := range parts {
 		h, err := hvd.AllreduceAsync(part, hvd.Name("gradient/"+name), hvd.InPlace())
 		if err != nil {

@@ -93,12 +93,24 @@ func (o *operation) start() {
 	}
 }
 
-// started returns h without waiting for its operation, and makes the engine notice the operation.
-func started[H interface{ start() }](h H, err error) (H, error) {
-	if err == nil {
-		h.start()
+// started returns h without waiting for its operation, and makes the engine notice the operation. If err is
+// not nil, the call has failed.
+func started[R any](h *Handle[R], err error) (*Handle[R], error) {
+	if err != nil {
+		return nil, err
 	}
-	return h, err
+	h.start()
+	return h, nil
+}
+
+// await turns an asynchronous call into a synchronous one: if err is nil, it waits for h. Otherwise the call
+// has failed, and await returns err.
+func await[R any](ctx context.Context, h *Handle[R], err error) (R, error) {
+	if err != nil {
+		var none R
+		return none, err
+	}
+	return h.Wait(ctx)
 }
 
 // Poll reports whether the operation is done. If it is, the name of the operation is free, and Wait returns
@@ -181,32 +193,29 @@ func (o *operation) await(ctx context.Context) {
 	}
 }
 
-// Handle is an operation in flight whose result has elements of type T.
-type Handle[T any] struct {
+// Handle is an operation in flight with a result of type R. R is struct{} if the operation has no result.
+type Handle[R any] struct {
 	operation
-	slot     *slot // nil once the operation is done
-	out      []T
-	dims     [1]int64 // backs the shape of a tensor with one dimension
-	received *[]int64 // set by an alltoall; else nil
-	group    *GroupHandle[T]
+	result R // set before the operation is done
 }
 
-// Wait waits for the operation and returns its result.
-func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
+// Wait waits for the operation and returns its result. If the operation is a group and some of its tensors
+// failed, Wait returns the error of the failed tensor that comes first in the call.
+func (h *Handle[R]) Wait(ctx context.Context) (R, error) {
 	if err := h.wait(ctx, h); err != nil {
-		return nil, err
+		var none R
+		return none, err
 	}
-	return h.out, nil
+	return h.result, nil
 }
 
-// Received returns, after an alltoall, a gather or a scatter, how many rows came from each member of the
-// process set, in the order of the members. It returns nil for other operations, and while the operation is
-// not done.
-func (h *Handle[T]) Received() []int {
-	if !h.ended() || h.received == nil {
-		return nil
-	}
-	return ints(*h.received)
+// Rows is the result of an AlltoallAsync or a GatherAsync. In a gather it is empty at all ranks but the root.
+type Rows[T any] struct {
+	// Data holds the rows that this rank has received, in the order of their senders.
+	Data []T
+	// Received is the number of rows that came from each member of the process set, in the order of the
+	// members.
+	Received []int
 }
 
 // ints converts numbers of rows. It returns nil for nil.
@@ -217,38 +226,69 @@ func ints(received []int64) (rows []int) {
 	return rows
 }
 
-// GroupHandle is a group of operations in flight.
-type GroupHandle[T any] struct {
-	operation
-	// If the whole group is one request, slot holds its entry, outs its results and dims its shape. Otherwise
-	// tensors holds one handle for each tensor, and the counter left is the number of tensors that are not
-	// done.
-	slot    *slot // nil once the operation is done
-	outs    [][]T
-	dims    [1]int64
-	tensors []*Handle[T]
-	left    atomic.Int64
+// tensorOp is an operation on one tensor with elements of type T, with its handle.
+type tensorOp[T, R any] struct {
+	Handle[R]
+	slot *slot // nil once the operation is done
+	// out is the part of the result that has the elements. received is the part that has the numbers of rows,
+	// or nil if the result has none.
+	out      *[]T
+	received *[]int
+	dims     [1]int64 // backs the shape of a tensor with one dimension
+	group    *groupOp[T]
 }
 
-// Wait waits for all tensors of the group and returns their results in the order of the call. If some tensors
-// failed, Wait returns the error of the failed tensor that comes first in the call.
-func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
-	if err := g.wait(ctx, g); err != nil {
-		return nil, err
+// newTensorOp returns an operation whose result is a tensor.
+func newTensorOp[T any]() *tensorOp[T, []T] {
+	o := new(tensorOp[T, []T])
+	o.out = &o.result
+	return o
+}
+
+// newRowsOp returns an operation whose result has numbers of rows.
+func newRowsOp[T any]() *tensorOp[T, Rows[T]] {
+	o := new(tensorOp[T, Rows[T]])
+	o.out, o.received = &o.result.Data, &o.result.Received
+	return o
+}
+
+// finished completes o. The slot of o calls it when the operation has ended. err is the error of the
+// operation, or nil.
+func (o *tensorOp[T, R]) finished(err error) {
+	e := &o.slot.entry
+	if err == nil && e.Request.DType == tensor.Bool {
+		rank.OnlyBools(e.Output)
 	}
-	if g.outs != nil {
-		return g.outs, nil
+	if o.received != nil {
+		*o.received = ints(e.Received)
 	}
-	outs := make([][]T, len(g.tensors))
-	for i, h := range g.tensors {
-		outs[i] = h.out
+	if g := o.group; g == nil {
+		o.hold(e)
+	} else if &g.tensors[0].operation == &o.operation {
+		g.hold(e)
 	}
-	return outs, nil
+	o.slot.free()
+	o.slot = nil
+	o.complete(err)
+	if o.group != nil {
+		o.group.oneFinished()
+	}
+}
+
+// groupOp is an operation on a group of tensors, with its handle. If the whole group is one request, slot
+// holds its entry and dims its shape. Otherwise tensors holds one operation for each tensor, and the counter
+// left is the number of tensors that are not done.
+type groupOp[T any] struct {
+	Handle[[][]T]
+	slot    *slot // nil once the operation is done
+	dims    [1]int64
+	tensors []*tensorOp[T, []T]
+	left    atomic.Int64
 }
 
 // finished completes g. The slot of g calls it when the operation has ended. err is the error of the
 // operation, or nil.
-func (g *GroupHandle[T]) finished(err error) {
+func (g *groupOp[T]) finished(err error) {
 	e := &g.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
 		for _, p := range e.Parts {
@@ -263,15 +303,15 @@ func (g *GroupHandle[T]) finished(err error) {
 
 // oneFinished is called each time a tensor of the group is done. The call for the last one completes the
 // group.
-func (g *GroupHandle[T]) oneFinished() {
+func (g *groupOp[T]) oneFinished() {
 	if g.left.Add(-1) > 0 {
 		return
 	}
 	var err error
-	for _, h := range g.tensors {
-		if h.err != nil {
-			err = h.err
-			break
+	g.result = make([][]T, len(g.tensors))
+	for i, o := range g.tensors {
+		if g.result[i] = o.result; err == nil {
+			err = o.err
 		}
 	}
 	g.complete(err)

@@ -23,37 +23,36 @@ import (
 // and so do additions and removals of process sets.
 func Join(ctx context.Context, opts ...Option) (last int, err error) {
 	h, err := join(opts)
-	if err != nil {
-		return 0, err
-	}
-	return h.Wait(ctx)
+	return await(ctx, h, err)
 }
 
-// JoinAsync submits a Join and returns its handle without waiting.
-func JoinAsync(opts ...Option) (*JoinHandle, error) { return started(join(opts)) }
+// JoinAsync submits a Join and returns its handle without waiting. The result is the rank that joined
+// last.
+func JoinAsync(opts ...Option) (*Handle[int], error) { return started(join(opts)) }
 
-func join(opts []Option) (*JoinHandle, error) {
+func join(opts []Option) (*Handle[int], error) {
 	c, err := prepare(message.Join, tensor.Invalid, false, opts)
 	if err != nil {
 		return nil, err
 	}
-	h := &JoinHandle{operation: operation{kind: c.Kind, name: rank.JoinName, engine: c.engine, held: c.Set}}
-	if err := c.submitted(c.Join(&h.entry, h.complete)); err != nil {
+	o := new(joinOp)
+	o.kind, o.name, o.engine, o.held = c.Kind, rank.JoinName, c.engine, c.Set
+	if err := c.submitted(c.Join(&o.entry, o.finished)); err != nil {
 		return nil, err
 	}
-	return h, nil
+	return &o.Handle, nil
 }
 
-// JoinHandle is a join in flight.
-type JoinHandle struct {
-	operation
+// joinOp is a join, with its handle.
+type joinOp struct {
+	Handle[int]
 	entry tensorqueue.Entry
 }
 
-// Wait waits until all ranks have joined and returns the rank that joined last.
-func (h *JoinHandle) Wait(ctx context.Context) (last int, err error) {
-	if err := h.wait(ctx, h); err != nil {
-		return 0, err
+// finished completes o. err is the error of the join, or nil.
+func (o *joinOp) finished(err error) {
+	if err == nil {
+		o.result = int(o.entry.Response.Root)
 	}
-	return int(h.entry.Response.Root), nil
+	o.complete(err)
 }

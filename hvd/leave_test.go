@@ -20,7 +20,7 @@ func TestLeave(t *testing.T) {
 				pair = append(pair, r)
 			}
 		}
-		var last [3]*hvd.Handle[int32]
+		var last [3]*hvd.Handle[[]int32]
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
 			var err error
 			submit := func() {

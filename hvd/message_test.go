@@ -181,7 +181,7 @@ func TestMessagesPending(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	_, err := late.Handle.(*hvd.MessageHandle[int8]).Wait(t.Context())
+	_, err := late.Handle.(*hvd.Handle[int]).Wait(t.Context())
 	if !errors.Is(err, hvd.ErrShutDown) {
 		t.Errorf("after Shutdown: got error %v, want ErrShutDown", err)
 	}

@@ -210,7 +210,7 @@ func TestPendingError(t *testing.T) {
 					_, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Sum), hvd.Name("x"), on)
 					return err
 				}, func(p hvd.Pending) error {
-					got, err := p.(*hvd.Handle[int32]).Wait(ctx)
+					got, err := p.(*hvd.Handle[[]int32]).Wait(ctx)
 					if err == nil && !slices.Equal(got, sum) {
 						t.Errorf("got %v, want %v", got, sum)
 					}
@@ -222,7 +222,7 @@ func TestPendingError(t *testing.T) {
 					_, err := hvd.GroupedReducescatter(ctx, [][]int32{x, x}, hvd.Name("g"), on)
 					return err
 				}, func(p hvd.Pending) error {
-					_, err := p.(*hvd.GroupHandle[int32]).Wait(ctx)
+					_, err := p.(*hvd.Handle[[][]int32]).Wait(ctx)
 					return err
 				},
 			},
@@ -231,7 +231,13 @@ func TestPendingError(t *testing.T) {
 					_, err := hvd.AddProcessSet(ctx, []int{1}, on)
 					return err
 				},
-				func(p hvd.Pending) error { <-p.Done(); return nil },
+				func(p hvd.Pending) error {
+					set, err := p.(*hvd.Handle[*hvd.ProcessSet]).Wait(ctx)
+					if err == nil && (set.ID() != 1 || !slices.Contains(e.ProcessSets(), set)) {
+						t.Errorf("got %v, want process set 1 of %v", set, e.ProcessSets())
+					}
+					return err
+				},
 			},
 		} {
 			name := c.name

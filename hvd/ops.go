@@ -9,44 +9,20 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// describe fills in the empty handle h for tensor i of the call c. The tensor has numElems elements. The
+// describe fills in the empty operation o for tensor i of the call c. The tensor has numElems elements. The
 // caller of describe sets the buffers.
-func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
-	h.kind, h.engine = c.Kind, c.engine
-	h.slot = take(&c.engine.slots.single, h)
-	c.Fill(&h.slot.entry)
-	q := &h.slot.entry.Request
+func (o *tensorOp[T, R]) describe(c *call, i, numElems int) (err error) {
+	o.kind, o.engine = c.Kind, c.engine
+	o.slot = take(&c.engine.slots.single, o)
+	c.Fill(&o.slot.entry)
+	q := &o.slot.entry.Request
 	if c.shapes == nil {
-		h.dims[0] = int64(numElems)
-		q.Shape = h.dims[:]
+		o.dims[0] = int64(numElems)
+		q.Shape = o.dims[:]
 		return nil
 	}
 	q.Shape, err = c.shape(i, numElems)
 	return err
-}
-
-// finished completes h. The slot of h calls it when the operation has ended. err is the error of the
-// operation, or nil.
-func (h *Handle[T]) finished(err error) {
-	e := &h.slot.entry
-	if err == nil && e.Request.DType == tensor.Bool {
-		rank.OnlyBools(e.Output)
-	}
-	if e.Received != nil {
-		received := e.Received
-		h.received = &received
-	}
-	if g := h.group; g == nil {
-		h.hold(e)
-	} else if g.tensors[0] == h {
-		g.hold(e)
-	}
-	h.slot.free()
-	h.slot = nil
-	h.complete(err)
-	if h.group != nil {
-		h.group.oneFinished()
-	}
 }
 
 // submitted takes the result of a submission, an error or nil, and returns it. If the error says that the job
@@ -58,15 +34,6 @@ func (c *call) submitted(err error) error {
 	return c.engine.abandoned.explain(err)
 }
 
-// await turns an asynchronous call into a synchronous one: if err is nil, it waits for h. Otherwise the call
-// has failed, and await returns err.
-func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
-	if err != nil {
-		return nil, err
-	}
-	return h.Wait(ctx)
-}
-
 // Allreduce reduces x over all ranks, element by element. All ranks get the same result, bit by bit. The
 // reduction is Average unless Op chooses another. x must have the same shape and type at all ranks. It may be
 // empty.
@@ -74,45 +41,45 @@ func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 // Small tensors that are ready together are fused into one operation. With n ranks, each rank sends about
 // 2(n-1)/n times the bytes of x (ring allreduce; Patarasuk and Yuan, 2009).
 func Allreduce[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
-	h, err := one(message.Allreduce, x, opts, allreduceTensor)
+	h, err := one(message.Allreduce, newTensorOp[T](), x, opts, allreduceTensor)
 	return await(ctx, h, err)
 }
 
 // AllreduceAsync submits an Allreduce and returns its handle without waiting.
-func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	return started(one(message.Allreduce, x, opts, allreduceTensor))
+func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
+	return started(one(message.Allreduce, newTensorOp[T](), x, opts, allreduceTensor))
 }
 
-// A builder fills in the empty handle h for tensor i of the call c. The slice x is the argument for that
+// A builder fills in the empty operation o for tensor i of the call c. The slice x is the argument for that
 // tensor. A builder gets c by value because a pointer would move c to the heap.
-type builder[T any] func(h *Handle[T], c call, i int, x []T) error
+type builder[T, R any] func(o *tensorOp[T, R], c call, i int, x []T) error
 
-// one queues an operation on the tensor x and returns its handle. It calls build to fill in the handle.
-func one[T Element](kind message.Kind, x []T, opts []Option, build builder[T]) (*Handle[T], error) {
+// one queues the empty operation o on the tensor x and returns its handle. It calls build to fill in o.
+func one[T Element, R any](kind message.Kind, o *tensorOp[T, R], x []T, opts []Option,
+	build builder[T, R]) (*Handle[R], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
 		return nil, err
 	}
-	h := new(Handle[T])
-	if err := build(h, c, 0, x); err != nil {
+	if err := build(o, c, 0, x); err != nil {
 		return nil, err
 	}
-	if err := c.submitted(c.Submit(&h.slot.entry)); err != nil {
+	if err := c.submitted(c.Submit(&o.slot.entry)); err != nil {
 		return nil, err
 	}
-	h.name = c.Name
-	return h, nil
+	o.name = c.Name
+	return &o.Handle, nil
 }
 
-func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
-	if err := h.describe(&c, i, len(x)); err != nil {
+func allreduceTensor[T Element](o *tensorOp[T, []T], c call, i int, x []T) error {
+	if err := o.describe(&c, i, len(x)); err != nil {
 		return err
 	}
-	h.out = x
+	*o.out = x
 	if !c.InPlace {
-		h.out = make([]T, len(x))
+		*o.out = make([]T, len(x))
 	}
-	h.slot.entry.Input, h.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
+	o.slot.entry.Input, o.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(*o.out)
 	return nil
 }
 
@@ -121,16 +88,16 @@ func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 //
 // Each rank sends about as many bytes as the other ranks contribute together.
 func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
-	h, err := one(message.Allgather, x, opts, allgatherTensor)
+	h, err := one(message.Allgather, newTensorOp[T](), x, opts, allgatherTensor)
 	return await(ctx, h, err)
 }
 
 // AllgatherAsync submits an Allgather and returns its handle without waiting.
-func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	return started(one(message.Allgather, x, opts, allgatherTensor))
+func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
+	return started(one(message.Allgather, newTensorOp[T](), x, opts, allgatherTensor))
 }
 
-func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
+func allgatherTensor[T Element](o *tensorOp[T, []T], c call, i int, x []T) error {
 	mine := x
 	if c.InPlace {
 		n := c.Set.Size()
@@ -140,23 +107,23 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 		each := len(x) / n
 		mine = x[c.Set.Me*each : (c.Set.Me+1)*each]
 	}
-	if err := h.describe(&c, i, len(mine)); err != nil {
+	if err := o.describe(&c, i, len(mine)); err != nil {
 		return err
 	}
-	h.slot.entry.Input = tensor.Bytes(mine)
+	o.slot.entry.Input = tensor.Bytes(mine)
 	if c.InPlace {
-		h.out, h.slot.entry.Output = x, tensor.Bytes(x)
+		*o.out, o.slot.entry.Output = x, tensor.Bytes(x)
 	} else {
-		allocates(h)
+		allocates(o)
 	}
 	return nil
 }
 
-// allocates makes the engine allocate the output of h as soon as its size is known.
-func allocates[T Element](h *Handle[T]) {
-	h.slot.entry.Allocate = func(numBytes int) []byte {
-		h.out = make([]T, numBytes/h.slot.entry.Request.DType.Size())
-		return tensor.Bytes(h.out)
+// allocates makes the engine allocate the output of o as soon as its size is known.
+func allocates[T Element, R any](o *tensorOp[T, R]) {
+	o.slot.entry.Allocate = func(numBytes int) []byte {
+		*o.out = make([]T, numBytes/o.slot.entry.Request.DType.Size())
+		return tensor.Bytes(*o.out)
 	}
 }
 
@@ -170,19 +137,20 @@ func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) 
 }
 
 // BroadcastAsync submits a Broadcast and returns its handle without waiting.
-func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
+func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[[]T], error) {
 	return started(broadcast(x, root, opts))
 }
 
-func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
-	return one(message.Broadcast, x, opts, func(h *Handle[T], c call, i int, x []T) error {
+func broadcast[T Element](x []T, root int, opts []Option) (*Handle[[]T], error) {
+	return one(message.Broadcast, newTensorOp[T](), x, opts, func(o *tensorOp[T, []T],
+		c call, i int, x []T) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
-		if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are those of an allreduce
+		if err := allreduceTensor(o, c, i, x); err != nil { // the buffers are those of an allreduce
 			return err
 		}
-		h.slot.entry.Request.Root = topo.Rank(root)
+		o.slot.entry.Request.Root = topo.Rank(root)
 		return nil
 	})
 }
@@ -198,26 +166,27 @@ func Reduce[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]
 }
 
 // ReduceAsync submits a Reduce and returns its handle without waiting.
-func ReduceAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
+func ReduceAsync[T Element](x []T, root int, opts ...Option) (*Handle[[]T], error) {
 	return started(reduce(x, root, opts))
 }
 
-func reduce[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
-	return one(message.Reduce, x, opts, func(h *Handle[T], c call, i int, x []T) error {
+func reduce[T Element](x []T, root int, opts []Option) (*Handle[[]T], error) {
+	return one(message.Reduce, newTensorOp[T](), x, opts, func(o *tensorOp[T, []T],
+		c call, i int, x []T) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
 		if c.Set.IsRoot(root) {
-			if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are those of an allreduce
+			if err := allreduceTensor(o, c, i, x); err != nil { // the buffers are those of an allreduce
 				return err
 			}
 		} else {
-			if err := h.describe(&c, i, len(x)); err != nil {
+			if err := o.describe(&c, i, len(x)); err != nil {
 				return err
 			}
-			h.slot.entry.Input = tensor.Bytes(x)
+			o.slot.entry.Input = tensor.Bytes(x)
 		}
-		h.slot.entry.Request.Root = topo.Rank(root)
+		o.slot.entry.Request.Root = topo.Rank(root)
 		return nil
 	})
 }
@@ -228,31 +197,31 @@ func reduce[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 //
 // With n ranks, each rank sends about (n-1)/n times the bytes of x.
 func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
-	h, err := one(message.Reducescatter, x, opts, reducescatterTensor)
+	h, err := one(message.Reducescatter, newTensorOp[T](), x, opts, reducescatterTensor)
 	return await(ctx, h, err)
 }
 
 // ReducescatterAsync submits a Reducescatter and returns its handle without waiting.
-func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	return started(one(message.Reducescatter, x, opts, reducescatterTensor))
+func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
+	return started(one(message.Reducescatter, newTensorOp[T](), x, opts, reducescatterTensor))
 }
 
-func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
-	if err := h.describe(&c, i, len(x)); err != nil {
+func reducescatterTensor[T Element](o *tensorOp[T, []T], c call, i int, x []T) error {
+	if err := o.describe(&c, i, len(x)); err != nil {
 		return err
 	}
-	shape := h.slot.entry.Request.Shape
+	shape := o.slot.entry.Request.Shape
 	from, to := 0, 0 // a scalar has no rows; the coordinator refuses it, so that all ranks get the error
 	if len(shape) > 0 && shape[0] > 0 {
 		first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
 		row := len(x) / int(shape[0])
 		from, to = int(first)*row, int(first+rows)*row
 	}
-	h.out = x[from:to:to]
+	*o.out = x[from:to:to]
 	if !c.InPlace {
-		h.out = make([]T, to-from)
+		*o.out = make([]T, to-from)
 	}
-	h.slot.entry.Input, h.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
+	o.slot.entry.Input, o.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(*o.out)
 	return nil
 }
 
@@ -268,34 +237,32 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 func Alltoall[T Element](ctx context.Context, x []T, splits []int,
 	opts ...Option) (out []T, received []int, err error) {
 	h, err := alltoall(x, splits, opts)
-	if out, err = await(ctx, h, err); err != nil {
-		return nil, nil, err
-	}
-	return out, h.Received(), nil
+	rows, err := await(ctx, h, err)
+	return rows.Data, rows.Received, err
 }
 
-// AlltoallAsync submits an Alltoall and returns its handle without waiting. The method Received of the handle
-// returns the number of rows that came from each member.
-func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], error) {
+// AlltoallAsync submits an Alltoall and returns its handle without waiting.
+func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[Rows[T]], error) {
 	return started(alltoall(x, splits, opts))
 }
 
-func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error) {
-	return one(message.Alltoall, x, opts, func(h *Handle[T], c call, i int, x []T) (err error) {
-		if err := h.describe(&c, i, len(x)); err != nil {
+func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[Rows[T]], error) {
+	return one(message.Alltoall, newRowsOp[T](), x, opts, func(o *tensorOp[T, Rows[T]],
+		c call, i int, x []T) (err error) {
+		if err := o.describe(&c, i, len(x)); err != nil {
 			return err
 		}
 		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
-		if shape := h.slot.entry.Request.Shape; len(shape) > 0 {
-			if h.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
+		if shape := o.slot.entry.Request.Shape; len(shape) > 0 {
+			if o.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
 				return err
 			}
 		}
-		h.slot.entry.Input = tensor.Bytes(x)
+		o.slot.entry.Input = tensor.Bytes(x)
 		if c.InPlace {
-			h.out, h.slot.entry.Output = x, h.slot.entry.Input
+			*o.out, o.slot.entry.Output = x, o.slot.entry.Input
 		} else {
-			allocates(h)
+			allocates(o)
 		}
 		return nil
 	})
@@ -309,27 +276,25 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 func Gather[T Element](ctx context.Context, x []T, root int,
 	opts ...Option) (out []T, rows []int, err error) {
 	h, err := gather(x, root, opts)
-	if out, err = await(ctx, h, err); out == nil {
-		return nil, nil, err
-	}
-	return out, h.Received(), nil
+	all, err := await(ctx, h, err)
+	return all.Data, all.Received, err
 }
 
-// GatherAsync submits a Gather and returns its handle without waiting. The method Received of the handle
-// returns the number of rows that came from each member.
-func GatherAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
+// GatherAsync submits a Gather and returns its handle without waiting.
+func GatherAsync[T Element](x []T, root int, opts ...Option) (*Handle[Rows[T]], error) {
 	return started(gather(x, root, opts))
 }
 
-func gather[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
-	return one(message.Gather, x, opts, func(h *Handle[T], c call, i int, x []T) error {
+func gather[T Element](x []T, root int, opts []Option) (*Handle[Rows[T]], error) {
+	return one(message.Gather, newRowsOp[T](), x, opts, func(o *tensorOp[T, Rows[T]],
+		c call, i int, x []T) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
-		if err := h.describe(&c, i, len(x)); err != nil {
+		if err := o.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		e := &h.slot.entry
+		e := &o.slot.entry
 		e.Request.Root = topo.Rank(root)
 		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
 		if shape := e.Request.Shape; len(shape) > 0 {
@@ -337,7 +302,9 @@ func gather[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		}
 		e.Input = tensor.Bytes(x)
 		if c.Set.IsRoot(root) {
-			allocates(h)
+			allocates(o)
+		} else {
+			o.received = nil
 		}
 		return nil
 	})
@@ -354,28 +321,29 @@ func Scatter[T Element](ctx context.Context, x []T, splits []int, root int, opts
 }
 
 // ScatterAsync submits a Scatter and returns its handle without waiting.
-func ScatterAsync[T Element](x []T, splits []int, root int, opts ...Option) (*Handle[T], error) {
+func ScatterAsync[T Element](x []T, splits []int, root int, opts ...Option) (*Handle[[]T], error) {
 	return started(scatter(x, splits, root, opts))
 }
 
-func scatter[T Element](x []T, splits []int, root int, opts []Option) (*Handle[T], error) {
-	return one(message.Scatter, x, opts, func(h *Handle[T], c call, i int, x []T) (err error) {
+func scatter[T Element](x []T, splits []int, root int, opts []Option) (*Handle[[]T], error) {
+	return one(message.Scatter, newTensorOp[T](), x, opts, func(o *tensorOp[T, []T],
+		c call, i int, x []T) (err error) {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
 		if !c.Set.IsRoot(root) {
 			x, c.shapes = nil, nil
 		}
-		if err := h.describe(&c, i, len(x)); err != nil {
+		if err := o.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		e := &h.slot.entry
+		e := &o.slot.entry
 		e.Request.Root = topo.Rank(root)
 		if err := rank.PrepareScatter(&c.Call, e, splits); err != nil {
 			return err
 		}
 		e.Input = tensor.Bytes(x)
-		allocates(h)
+		allocates(o)
 		return nil
 	})
 }
@@ -387,7 +355,7 @@ func Barrier(ctx context.Context, opts ...Option) error {
 	return err
 }
 
-// BarrierAsync submits a Barrier and returns its handle without waiting. The result has no elements.
+// BarrierAsync submits a Barrier and returns its handle without waiting.
 func BarrierAsync(opts ...Option) (*Handle[struct{}], error) { return started(barrier(opts)) }
 
 func barrier(opts []Option) (*Handle[struct{}], error) {
@@ -395,14 +363,14 @@ func barrier(opts []Option) (*Handle[struct{}], error) {
 	if err != nil {
 		return nil, err
 	}
-	h := new(Handle[struct{}])
-	if err := h.describe(&c, 0, 0); err != nil {
+	o := new(tensorOp[struct{}, struct{}])
+	if err := o.describe(&c, 0, 0); err != nil {
 		return nil, err
 	}
-	h.slot.entry.Request.Shape = nil
-	if err := c.submitted(c.Submit(&h.slot.entry)); err != nil {
+	o.slot.entry.Request.Shape = nil
+	if err := c.submitted(c.Submit(&o.slot.entry)); err != nil {
 		return nil, err
 	}
-	h.name = c.Name
-	return h, nil
+	o.name = c.Name
+	return &o.Handle, nil
 }

@@ -7,9 +7,7 @@ import (
 	"sync"
 )
 
-// Pending is an operation in flight, without the type of its result. Its dynamic type is *Handle,
-// *GroupHandle, *DeviceHandle, *JoinHandle, *MessageHandle, or an unexported type for a change of the process
-// sets.
+// Pending is an operation in flight, without the type of its result. Its dynamic type is *Handle.
 type Pending interface {
 	// Name returns the name of the tensor or group, or of a message, such as "rank 2 to rank 0, tag 7".
 	Name() string
@@ -28,13 +26,13 @@ type Pending interface {
 //	var late *hvd.PendingError
 //	if errors.As(err, &late) {
 //		// other work, then
-//		sum, err = late.Handle.(*hvd.Handle[float32]).Wait(longer)
+//		sum, err = late.Handle.(*hvd.Handle[[]float32]).Wait(longer)
 //	}
 type PendingError struct {
 	// Op is the operation, such as "allreduce". Tensor is its name.
 	Op, Tensor string
-	// Handle is the handle that the asynchronous form of the call would have returned. If the operation is a
-	// change of the process sets, the handle has no result: call ProcessSets to see the sets.
+	// Handle is the handle that the asynchronous form of the call would have returned. For AddProcessSet it
+	// is a *Handle[*ProcessSet], and for RemoveProcessSet a *Handle[struct{}].
 	Handle Pending
 	// Err is the error of the context, with its cause.
 	Err error

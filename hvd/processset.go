@@ -95,11 +95,10 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 	if err != nil {
 		return nil, err
 	}
-	ch, err := c.change(ctx, func(done func(*rank.Change, error)) error { return c.AddSet(ranks, done) })
-	if err != nil {
-		return nil, err
-	}
-	return c.engine.setOf(ch.Set), nil
+	h := new(Handle[*ProcessSet])
+	err = change(&c, h, func(done func(*rank.Change, error)) error { return c.AddSet(ranks, done) },
+		func(s *rank.Set) { h.result = c.engine.setOf(s) })
+	return await(ctx, h, err)
 }
 
 // RemoveProcessSet removes a process set. All ranks of the job must call it, including ranks that are not
@@ -120,30 +119,26 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	if err != nil {
 		return err
 	}
-	_, err = c.change(ctx, func(done func(*rank.Change, error)) error { return c.RemoveSet(set.set, done) })
-	if err == nil {
-		c.engine.sets.Delete(set.set)
-	}
+	h := new(Handle[struct{}])
+	err = change(&c, h, func(done func(*rank.Change, error)) error { return c.RemoveSet(set.set, done) },
+		func(*rank.Set) { c.engine.sets.Delete(set.set) })
+	_, err = await(ctx, h, err)
 	return err
 }
 
-// change calls the function ask to request a change of the process sets, and waits until the change is done.
-func (c *call) change(ctx context.Context,
-	ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
+// change calls the function ask to request a change of the process sets. When the change is done, it calls
+// changed with the set, and completes the empty handle h.
+func change[R any](c *call, h *Handle[R], ask func(done func(*rank.Change, error)) error,
+	changed func(*rank.Set)) error {
 	c.Hold = true
-	o := &operation{kind: c.Kind, engine: c.engine}
-	var change *rank.Change
+	h.kind, h.engine = c.Kind, c.engine
 	err := c.submitted(ask(func(ch *rank.Change, err error) {
-		change = ch
-		o.hold(&ch.Entry)
-		o.complete(err)
+		h.hold(&ch.Entry)
+		if err == nil {
+			changed(ch.Set)
+		}
+		h.complete(err)
 	}))
-	if err == nil {
-		o.name = c.Name
-		err = o.wait(ctx, o)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return change, nil
+	h.name = c.Name
+	return err
 }

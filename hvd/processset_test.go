@@ -163,7 +163,7 @@ func TestRemovalCrossesWork(t *testing.T) {
 				if set == nil {
 					return
 				}
-				var handles []*hvd.Handle[int32]
+				var handles []*hvd.Handle[[]int32]
 				for i := range tensors {
 					if !set.Included() {
 						break

@@ -414,10 +414,10 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 func TestDuplicateNameOfAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		xs := [][]int32{{1}, {2, 3}}
-		group := func() (*hvd.GroupHandle[int32], error) {
+		group := func() (*hvd.Handle[[][]int32], error) {
 			return hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
 		}
-		var first *hvd.GroupHandle[int32]
+		var first *hvd.Handle[[][]int32]
 		if e.Rank() == 0 {
 			var err error
 			if first, err = group(); err != nil {

@@ -23,7 +23,8 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				var old []*hvd.Handle[int32]
+				var oldRows []*hvd.Handle[hvd.Rows[int32]]
+				var oldSums []*hvd.Handle[[]int32]
 				for round := range 50 {
 					rows, err := hvd.AlltoallAsync([]int32{int32(e.Rank()), int32(round), int32(g)},
 						[]int{1, 2}, hvd.Name(fmt.Sprintf("rows%d", g)), hvd.On(e))
@@ -37,12 +38,13 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 						t.Error(err)
 						return
 					}
-					for _, h := range []*hvd.Handle[int32]{rows, sum} {
-						if _, err := h.Wait(ctx); err != nil {
-							t.Error(err)
-						}
+					if _, err := rows.Wait(ctx); err != nil {
+						t.Error(err)
 					}
-					old = append(old, rows, sum)
+					if _, err := sum.Wait(ctx); err != nil {
+						t.Error(err)
+					}
+					oldRows, oldSums = append(oldRows, rows), append(oldSums, sum)
 				}
 				for range 2 {
 					var mismatch *hvd.MismatchError
@@ -53,15 +55,14 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 				}
 				each := 1 + e.Rank() // rows that each rank sends to this rank
 				for round := range 50 {
-					rows, sum := old[2*round], old[2*round+1]
-					if got := fmt.Sprint(rows.Received()); got != fmt.Sprint([]int{each, each}) {
+					rows, _ := oldRows[round].Wait(ctx)
+					if got := fmt.Sprint(rows.Received); got != fmt.Sprint([]int{each, each}) {
 						t.Errorf("rank %d: round %d: received %s, want %d from each", e.Rank(), round, got,
 							each)
 					}
-					if got, _ := sum.Wait(ctx); got[0] != int32(2*round) || sum.Received() != nil ||
-						sum.Name() != fmt.Sprintf("sum%d", g) {
-						t.Errorf("rank %d: round %d: %q is %v with %v received, want %d", e.Rank(), round,
-							sum.Name(), got, sum.Received(), 2*round)
+					sum := oldSums[round]
+					if got, _ := sum.Wait(ctx); got[0] != int32(2*round) || sum.Name() != fmt.Sprintf("sum%d", g) {
+						t.Errorf("rank %d: round %d: %q is %v, want %d", e.Rank(), round, sum.Name(), got, 2*round)
 					}
 				}
 			})

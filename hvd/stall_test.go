@@ -58,7 +58,7 @@ func TestOnStall(t *testing.T) {
 				case <-ctx.Done():
 				}
 			}
-			var h *hvd.Handle[int32]
+			var h *hvd.Handle[[]int32]
 			if set.Included() {
 				var err error
 				if h, err = hvd.AllgatherAsync([]int32{1}, hvd.Name("slow"), hvd.Over(set)); err != nil {

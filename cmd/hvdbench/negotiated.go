@@ -8,6 +8,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -98,12 +99,12 @@ func forType[T tensor.Element]() ofType { return ofType{deviceTyped[T], prepareT
 // deviceTyped implements ofType.onDevice for elements of type T.
 func deviceTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string,
 	o deviceOperation) func(ctx context.Context) error {
-	in := hvd.DeviceBuffer[T]{Pointer: o.input, Len: o.numBytes / s.dt.Size(), Device: o.device,
+	in := cuda.Buffer[T]{Pointer: o.input, Len: o.numBytes / s.dt.Size(), Device: o.device,
 		Stream: o.stream}
 	out := in
 	out.Pointer = o.output
 	opts := []hvd.Option{hvd.On(e), hvd.Name(name), hvd.Op(hvd.ReduceOp(s.op))}
-	return func(ctx context.Context) error { return hvd.AllreduceDevice(ctx, in, out, opts...) }
+	return func(ctx context.Context) error { return cuda.Allreduce(ctx, in, out, opts...) }
 }
 
 var typed = map[tensor.DType]ofType{
@@ -180,7 +181,7 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, prefix string, te
 			return nil
 		}, nil
 	case asynchronous:
-		handles := make([]*hvd.Handle[T], len(xs))
+		handles := make([]*hvd.Handle[[]T], len(xs))
 		return func(ctx context.Context) (err error) {
 			for i, x := range xs {
 				if handles[i], err = hvd.AllreduceAsync(x, opts[i]...); err != nil {
@@ -211,7 +212,7 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, prefix string, te
 // copies their contents back.
 func stepBuckets[T tensor.Element](e *hvd.Engine, prefix string, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
-	reduce := make([]*hvd.Handle[T], len(flats))
+	reduce := make([]*hvd.Handle[[]T], len(flats))
 	xs := make([][]T, len(flats))
 	opts := make([][]hvd.Option, len(flats))
 	for b, f := range flats {

@@ -102,7 +102,7 @@ func delay(ctx context.Context, d time.Duration) error {
 // same time, so that gohvd can fuse them.
 func sum(ctx context.Context, on *hvd.Engine, g *model) error {
 	parts := g.parameters()
-	handles := make([]*hvd.Handle[float32], len(parts))
+	handles := make([]*hvd.Handle[[]float32], len(parts))
 	for i, p := range parts {
 		var err error
 		handles[i], err = hvd.AllreduceAsync(p.values, hvd.Op(hvd.Sum), hvd.InPlace(),

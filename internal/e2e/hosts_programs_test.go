@@ -148,7 +148,7 @@ var executed = regexp.MustCompile(`(?m)^hvd_collective_tensors_total\{backend="(
 func checkRound(ctx context.Context, round int) error {
 	me, n := hvd.Rank(), hvd.Size()
 	type pending struct {
-		h    *hvd.Handle[float32]
+		h    *hvd.Handle[[]float32]
 		want []float32
 	}
 	var sums []pending

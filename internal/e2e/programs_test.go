@@ -114,7 +114,7 @@ func program(name string) int {
 // stalls submits ten gradients in each of three steps. In the last step, rank 2 does not submit one of them.
 func stalls(ctx context.Context) error {
 	for step := range 3 {
-		var handles []*hvd.Handle[float32]
+		var handles []*hvd.Handle[[]float32]
 		for g := range 10 {
 			if step == 2 && g == 7 && hvd.Rank() == 2 {
 				continue
@@ -222,7 +222,7 @@ func large(ctx context.Context, x []float32) error {
 func small(ctx context.Context) error {
 	const tensors = 50
 	for step := 0; ; step++ {
-		var handles [tensors]*hvd.Handle[float32]
+		var handles [tensors]*hvd.Handle[[]float32]
 		for _, i := range rand.Perm(tensors) {
 			var err error
 			if handles[i], err = hvd.AllreduceAsync(make([]float32, 1+i),
@@ -463,7 +463,7 @@ func steady(ctx context.Context) error {
 func sums(ctx context.Context) error {
 	const tensors, steps = 30, 20
 	for step := range steps {
-		var handles [tensors]*hvd.Handle[float32]
+		var handles [tensors]*hvd.Handle[[]float32]
 		for _, i := range rand.Perm(tensors) {
 			x := make([]float32, 1+37*i)
 			for k := range x {
