@@ -35,7 +35,7 @@ func Alloc[T Element](n int) ([]T, error) {
 	}
 	b, err := arena.Alloc(int(int64(n) * size))
 	if err != nil {
-		return nil, fmt.Errorf("hvd: alloc %d elements of %d bytes: %w", n, size, err)
+		return nil, fmt.Errorf("hvd: alloc %d elements of %d bytes: %w", n, size, public(err))
 	}
 	return tensor.View[T](b), nil
 }
@@ -49,7 +49,7 @@ func Free[T Element](s []T) error {
 		return nil
 	}
 	if err := arena.Free(tensor.Bytes(s[:1:cap(s)])); err != nil {
-		return &UsageError{Op: "free", Err: err}
+		return &UsageError{Op: "free", Err: public(err)}
 	}
 	return nil
 }

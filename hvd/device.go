@@ -30,10 +30,10 @@ func startOnDevice[R any](op *ondevice.Operation, options []any) (*Handle[R], er
 		opts[i] = o.(Option)
 	}
 	h, err := onDevice[R](op, opts)
-	if op.Waits {
-		return h, err
+	if err != nil || !op.Waits {
+		return started(h, err)
 	}
-	return started(h, err)
+	return h, nil
 }
 
 // deviceOp is an operation on device buffers, with its handle. R is []int if the result is the number of rows

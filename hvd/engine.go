@@ -104,7 +104,7 @@ func afterEpoch(n uint64) InitOption {
 func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	e := new(Engine)
 	if err := e.rank.Start(ctx, collect(opts)); err != nil {
-		return nil, err
+		return nil, public(err)
 	}
 	return e, nil
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -173,7 +174,7 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 		if e.Rank() == 0 {
 			_, err := mixed(ctx, e, "", tensor.Adasum, false, []tensor.DType{tensor.Float32, tensor.Int64},
 				[]int{1, 1})
-			var misuse *hvd.UsageError
+			var misuse *engine.UsageError
 			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), "reduce with adasum: got element type int64") {
 				t.Errorf("got %v, want the misuse", err)
 			}

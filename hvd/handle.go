@@ -97,7 +97,7 @@ func (o *operation) start() {
 // not nil, the call has failed.
 func started[R any](h *Handle[R], err error) (*Handle[R], error) {
 	if err != nil {
-		return nil, err
+		return nil, public(err)
 	}
 	h.start()
 	return h, nil
@@ -108,7 +108,7 @@ func started[R any](h *Handle[R], err error) (*Handle[R], error) {
 func await[R any](ctx context.Context, h *Handle[R], err error) (R, error) {
 	if err != nil {
 		var none R
-		return none, err
+		return none, public(err)
 	}
 	return h.Wait(ctx)
 }

@@ -65,7 +65,7 @@ func (id UniqueID) String() string { return bootstrap.ID(id).String() }
 // another length, or its check sum is wrong, ParseUniqueID returns an error, which does not contain the text.
 func ParseUniqueID(text string) (UniqueID, error) {
 	id, err := bootstrap.ParseID(text)
-	return UniqueID(id), err
+	return UniqueID(id), public(err)
 }
 
 // NewUniqueID makes an id and returns at once. The calling process need not be a rank. It serves the ranks in
@@ -77,7 +77,7 @@ func ParseUniqueID(text string) (UniqueID, error) {
 func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	o := collect(opts)
 	id, _, err := o.NewID(ctx)
-	return UniqueID(id), err
+	return UniqueID(id), public(err)
 }
 
 // InitWithID joins this process to the job of id, as the given rank. Apart from that, it does what Init does.

@@ -10,7 +10,10 @@ import (
 )
 
 // AnySource is the source of a Recv that takes a message of any member of the process set.
-const AnySource = int(p2p.AnySource)
+const AnySource = -1
+
+// The compiler refuses this index if AnySource differs from the source of the engine.
+var _ = [1]struct{}{}[AnySource-int(p2p.AnySource)]
 
 // messageOp is a Send or a Recv, with its handle.
 type messageOp[R any] struct {

@@ -18,7 +18,7 @@ import (
 // counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	if err := e.rank.Watch.StartTimeline(path, markCycles); err != nil {
-		return fmt.Errorf("hvd: start timeline: %w", err)
+		return fmt.Errorf("hvd: start timeline: %w", public(err))
 	}
 	return nil
 }
@@ -27,7 +27,7 @@ func (e *Engine) StartTimeline(path string, markCycles bool) error {
 // not be written completely. If there is no timeline, it does nothing. Shutdown calls it too.
 func (e *Engine) StopTimeline() error {
 	if err := e.rank.Watch.StopTimeline(); err != nil {
-		return fmt.Errorf("hvd: stop timeline: %w", err)
+		return fmt.Errorf("hvd: stop timeline: %w", public(err))
 	}
 	return nil
 }
@@ -76,7 +76,7 @@ func (e *Engine) MetricsHandler() http.Handler {
 func (e *Engine) Dump() ([]byte, error) {
 	text, err := e.rank.Watch.Dump("requested by the program").JSON()
 	if err != nil {
-		return nil, fmt.Errorf("hvd: dump: %w", err)
+		return nil, fmt.Errorf("hvd: dump: %w", public(err))
 	}
 	return text, nil
 }

@@ -41,24 +41,24 @@ func (op ReduceOp) String() string { return tensor.ReduceOp(op).String() }
 // The reductions. Sums and products of integers wrap around on overflow.
 const (
 	// Average is the sum divided by the number of ranks, truncated toward zero for integers.
-	Average = ReduceOp(tensor.Average)
+	Average ReduceOp = iota + 1
 	// Sum is the sum of the elements.
-	Sum = ReduceOp(tensor.Sum)
+	Sum
 	// Min is the smallest element, or NaN if any rank's element is NaN. For bools it is true if all elements
 	// are true.
-	Min = ReduceOp(tensor.Min)
+	Min
 	// Max is the largest element, or NaN if any rank's element is NaN. For bools it is true if any element is
 	// true.
-	Max = ReduceOp(tensor.Max)
+	Max
 	// Product is the product of the elements.
-	Product = ReduceOp(tensor.Product)
+	Product
 	// Adasum adds the parts of the tensors that are orthogonal to each other and averages the parts that are
 	// parallel (Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020). It is for
 	// allreduce of floats, with any number of ranks.
-	Adasum = ReduceOp(tensor.Adasum)
+	Adasum
 	// AverageActive is the sum divided by the number of ranks that have not joined, truncated toward zero for
 	// integers.
-	AverageActive = ReduceOp(tensor.AverageActive)
+	AverageActive
 )
 
 // An Option configures one operation. Which options an operation accepts and what happens if one is wrong is
@@ -74,6 +74,9 @@ type Option struct {
 	engine   *Engine
 	set      *ProcessSet
 }
+
+// The compiler refuses this index if the numbers of the reductions differ from those of the engine.
+var _ = [1]struct{}{}[AverageActive-ReduceOp(tensor.AverageActive)]
 
 // Name gives the tensor a name, which has 1 to 4096 bytes of UTF-8. The default, also for "", is a generated
 // name (see Names in the package comment). Name applies to all operations except Join, Send, Recv and

@@ -76,10 +76,10 @@ func (a *abandonedWaits) remove(o *operation) {
 	}
 }
 
-// explain returns err. If err says that the job is over, explain adds to its text which operations this rank
-// had given up waiting for.
+// explain makes err public. If err says that the job is over, explain adds to its text which operations this
+// rank had given up waiting for.
 func (a *abandonedWaits) explain(err error) error {
-	if !jobOver(err) {
+	if err = public(err); !jobOver(err) {
 		return err
 	}
 	what := a.describe()

@@ -93,7 +93,7 @@ func GlobalProcessSet() *ProcessSet {
 func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
 	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
 	if err != nil {
-		return nil, err
+		return nil, public(err)
 	}
 	h := new(Handle[*ProcessSet])
 	err = change(&c, h, func(done func(*rank.Change, error)) error { return c.AddSet(ranks, done) },
@@ -117,7 +117,7 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 		err = c.Misuse(ofAnotherEngine, set)
 	}
 	if err != nil {
-		return err
+		return public(err)
 	}
 	h := new(Handle[struct{}])
 	err = change(&c, h, func(done func(*rank.Change, error)) error { return c.RemoveSet(set.set, done) },

@@ -22,13 +22,13 @@ import (
 // DuplicateNameError reports that Add was called with the name of a tensor that is in use: either a tensor
 // with that name is in flight, or the program has not yet observed the completion of such a tensor.
 type DuplicateNameError struct {
-	Kind message.Kind
-	Name string
+	// Op is the operation that was added, such as "allreduce". Name is the name of its tensor.
+	Op, Name string
 }
 
 func (e *DuplicateNameError) Error() string {
-	return fmt.Sprintf("%v %q: a tensor of this name is in flight, or the program has not yet observed its completion: "+
-		"call Wait, or Poll until it returns true, or choose another name", e.Kind, e.Name)
+	return fmt.Sprintf("%s %q: a tensor of this name is in flight, or the program has not yet observed its completion: "+
+		"call Wait, or Poll until it returns true, or choose another name", e.Op, e.Name)
 }
 
 // Entry is a submitted operation on a tensor, or on a group that is one request.
@@ -173,7 +173,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 			for _, added := range entries[:i] {
 				added.name.entry, added.name.holds = nil, added.name.released.Load()
 			}
-			return &DuplicateNameError{e.Request.Kind, e.Request.Name}
+			return &DuplicateNameError{e.Request.Kind.String(), e.Request.Name}
 		}
 		n.entry, n.next = e, nil
 		e.queue, e.name = q, n

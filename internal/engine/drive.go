@@ -26,7 +26,7 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	}
 	var duplicate *tensorqueue.DuplicateNameError
 	if errors.As(err, &duplicate) { // the duplicate need not be the first entry of a group
-		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
+		return &OpError{Op: duplicate.Op, Tensor: duplicate.Name, Err: err}
 	}
 	return outcome.Of(&entries[0].Request, err)
 }

@@ -7,7 +7,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/failure"
-	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/ps"
@@ -91,13 +90,7 @@ func causeOf(e *sidecarpb.Error, reason string) error {
 	}
 	switch failure.Class(e.GetClass()) {
 	case failure.Duplicate:
-		kind := message.NoKind
-		for k := range message.Kind(message.NumKinds) {
-			if k.String() == e.GetOperation() {
-				kind = k
-			}
-		}
-		return &tensorqueue.DuplicateNameError{Kind: kind, Name: e.GetTensor()}
+		return &tensorqueue.DuplicateNameError{Op: e.GetOperation(), Name: e.GetTensor()}
 	case failure.Mismatch:
 		return &engine.MismatchError{Tensor: e.GetTensor(), Text: reason}
 	case failure.Peer:

@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/ps"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -24,7 +23,7 @@ func TestErrorOf(t *testing.T) {
 	for _, want := range []error{
 		usage("", errors.New("got 3 tensors, want one")), usage("x", errors.New("a: b")),
 		usage("x", engine.ErrNoProcessSet), usage("", rank.ErrNotInitialized),
-		usage("x", &tensorqueue.DuplicateNameError{Kind: message.Allreduce, Name: "x"}),
+		usage("x", &tensorqueue.DuplicateNameError{Op: "allreduce", Name: "x"}),
 		op(&engine.MismatchError{Tensor: "x", Text: `allreduce "x": mismatched shapes: rank 0 sent a`}),
 		&engine.MismatchError{Tensor: "x", Text: `hvd: send "x": got 3 bytes`},
 		peer, op(peer), op(&engine.PeerError{Ranks: []int{2}, Reason: "shut down", ShutDown: true}),
