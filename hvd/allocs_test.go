@@ -13,7 +13,7 @@ import (
 func TestRepeatedOperationAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		x := []float32{1, 2}
-		opts := []hvd.Option{hvd.InPlace(), hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)}
+		opts := []hvd.AllreduceOption{hvd.InPlace(), hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)}
 		once := func() {
 			if _, err := hvd.Allreduce(ctx, x, opts...); err != nil {
 				t.Error(err)

@@ -3,6 +3,7 @@ package hvd_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"runtime"
 	"slices"
 	"strconv"
@@ -11,6 +12,9 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testcuda"
@@ -135,4 +139,41 @@ func large(n int) int {
 	return n
 }
 
-func name(format string, args ...any) hvd.Option { return hvd.Name(fmt.Sprintf(format, args...)) }
+func name(format string, args ...any) hvd.NameOption { return hvd.Name(fmt.Sprintf(format, args...)) }
+
+// writesTo returns a logger that writes to core.
+func writesTo(core zapcore.Core) *slog.Logger { return slog.New(coreHandler{core}) }
+
+// coreHandler is a slog.Handler over a core of zap.
+type coreHandler struct{ core zapcore.Core }
+
+func (h coreHandler) Enabled(_ context.Context, l slog.Level) bool {
+	return h.core.Enabled(zapLevel(l))
+}
+
+func (h coreHandler) Handle(_ context.Context, r slog.Record) error {
+	var fields []zap.Field
+	r.Attrs(func(a slog.Attr) bool { fields = append(fields, zap.Any(a.Key, a.Value.Any())); return true })
+	return h.core.Write(zapcore.Entry{Level: zapLevel(r.Level), Time: r.Time, Message: r.Message}, fields)
+}
+
+func (h coreHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	var fields []zap.Field
+	for _, a := range attrs {
+		fields = append(fields, zap.Any(a.Key, a.Value.Any()))
+	}
+	return coreHandler{h.core.With(fields)}
+}
+
+func (h coreHandler) WithGroup(string) slog.Handler { return h }
+
+func zapLevel(l slog.Level) zapcore.Level { return zapcore.Level(l / slog.LevelWarn) }
+
+// as converts options to those of an operation. It panics if one does not apply.
+func as[O any](options []any) []O {
+	all := make([]O, len(options))
+	for i, o := range options {
+		all[i] = o.(O)
+	}
+	return all
+}

@@ -58,16 +58,16 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 				err, want)
 		}
 	}
-	opts := func(op string, more ...hvd.Option) []hvd.Option {
+	opts := func(op string, more ...any) []any {
 		return append(more, hvd.Over(set), hvd.Name(op+tag))
 	}
 
 	const count = 13
 	x := k.fill(count, self)
-	got, err := hvd.Allreduce(ctx, x, opts("allreduce", hvd.Op(k.op))...)
+	got, err := hvd.Allreduce(ctx, x, as[hvd.AllreduceOption](opts("allreduce", hvd.Op(k.op)))...)
 	check("allreduce", got, err, k.reduced(count, ranks))
 	check("argument of an allreduce", x, nil, k.fill(count, self))
-	got, err = hvd.Allreduce(ctx, x, opts("allreduce in place", hvd.Op(k.op), hvd.InPlace())...)
+	got, err = hvd.Allreduce(ctx, x, as[hvd.AllreduceOption](opts("allreduce in place", hvd.Op(k.op), hvd.InPlace()))...)
 	check("allreduce in place", x, err, k.reduced(count, ranks))
 	if len(got) > 0 && &got[0] != &x[0] {
 		t.Errorf("allreduce in place over %v at rank %d: the result is not the argument", set, self)
@@ -77,23 +77,23 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	for i, r := range ranks {
 		all = append(all, k.fill(2*i, r)...)
 	}
-	got, err = hvd.Allgather(ctx, k.fill(2*me, self), opts("allgather", hvd.Shape(me, 2))...)
+	got, err = hvd.Allgather(ctx, k.fill(2*me, self), as[hvd.MoveOption](opts("allgather", hvd.Shape(me, 2)))...)
 	check("allgather", got, err, all)
 	x, all = make([]T, 3*n), nil
 	copy(x[3*me:], k.fill(3, self))
 	for _, r := range ranks {
 		all = append(all, k.fill(3, r)...)
 	}
-	_, err = hvd.Allgather(ctx, x, opts("allgather in place", hvd.InPlace())...)
+	_, err = hvd.Allgather(ctx, x, as[hvd.MoveOption](opts("allgather in place", hvd.InPlace()))...)
 	check("allgather in place", x, err, all)
 
 	for _, root := range ranks {
 		x := k.fill(count, self)
-		got, err := hvd.Broadcast(ctx, x, root, opts(fmt.Sprint("broadcast from ", root))...)
+		got, err := hvd.Broadcast(ctx, x, root, as[hvd.MoveOption](opts(fmt.Sprint("broadcast from ", root)))...)
 		check("broadcast", got, err, k.fill(count, root))
 		check("argument of a broadcast", x, nil, k.fill(count, self))
-		_, err = hvd.Broadcast(ctx, x, root, opts(fmt.Sprint("broadcast in place from ", root),
-			hvd.InPlace())...)
+		_, err = hvd.Broadcast(ctx, x, root, as[hvd.MoveOption](opts(fmt.Sprint("broadcast in place from ", root),
+			hvd.InPlace()))...)
 		check("broadcast in place", x, err, k.fill(count, root))
 	}
 
@@ -102,12 +102,12 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	for _, r := range ranks {
 		all = append(all, k.fill(2*n, r)[2*me:2*me+2]...)
 	}
-	got, received, err := hvd.Alltoall(ctx, x, nil, opts("alltoall", hvd.Shape(n, 2))...)
+	got, received, err := hvd.Alltoall(ctx, x, nil, as[hvd.MoveOption](opts("alltoall", hvd.Shape(n, 2)))...)
 	check("alltoall", got, err, all)
 	if !slices.Equal(received, slices.Repeat([]int{1}, n)) {
 		t.Errorf("alltoall over %v at rank %d: received %v", set, self, received)
 	}
-	_, _, err = hvd.Alltoall(ctx, x, nil, opts("alltoall in place", hvd.Shape(n, 2), hvd.InPlace())...)
+	_, _, err = hvd.Alltoall(ctx, x, nil, as[hvd.MoveOption](opts("alltoall in place", hvd.Shape(n, 2), hvd.InPlace()))...)
 	check("alltoall in place", x, err, all)
 
 	rows := n + 1 // one row more than there are ranks, so the first rank gets two rows
@@ -117,18 +117,18 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	}
 	want := k.reduced(3*rows, ranks)[3*from : 3*to]
 	x = k.fill(3*rows, self)
-	got, err = hvd.Reducescatter(ctx, x, opts("reducescatter", hvd.Shape(rows, 3), hvd.Op(k.op))...)
+	got, err = hvd.Reducescatter(ctx, x, as[hvd.ReduceOption](opts("reducescatter", hvd.Shape(rows, 3), hvd.Op(k.op)))...)
 	check("reducescatter", got, err, want)
 	check("argument of a reducescatter", x, nil, k.fill(3*rows, self))
-	got, err = hvd.Reducescatter(ctx, x, opts("reducescatter in place", hvd.Shape(rows, 3), hvd.Op(k.op),
-		hvd.InPlace())...)
+	got, err = hvd.Reducescatter(ctx, x, as[hvd.ReduceOption](opts("reducescatter in place", hvd.Shape(rows, 3), hvd.Op(k.op),
+		hvd.InPlace()))...)
 	check("reducescatter in place", got, err, want)
 	if len(got) > 0 && &got[0] != &x[3*from] {
 		t.Errorf("reducescatter in place over %v at rank %d: the result is not in the argument", set, self)
 	}
 
 	checkGroups(ctx, t, set, k, tag)
-	if err := hvd.Barrier(ctx, opts("barrier")...); err != nil {
+	if err := hvd.Barrier(ctx, as[hvd.BarrierOption](opts("barrier"))...); err != nil {
 		t.Errorf("barrier over %v at rank %d: %v", set, self, err)
 	}
 }
@@ -147,18 +147,19 @@ func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Proc
 				got, err, want)
 		}
 	}
-	opts := func(op string, more ...hvd.Option) []hvd.Option {
+	opts := func(op string, more ...any) []any {
 		return append(more, hvd.Over(set), hvd.Name("grouped "+op+tag))
 	}
 	xs := [][]T{k.fill(2*n, self), {}, k.fill(n, self)}
 	want := [][]T{k.reduced(2*n, ranks), {}, k.reduced(n, ranks)}
 	got, err := hvd.GroupedAllreduce(ctx, xs,
-		opts("allreduce", hvd.Op(k.op), hvd.Shapes([]int{n, 2}, []int{0}, []int{n, 1}))...)
+		as[hvd.GroupedAllreduceOption](opts("allreduce", hvd.Op(k.op), hvd.Shapes([]int{n, 2}, []int{0},
+			[]int{n, 1})))...)
 	check("allreduce", got, err, want)
 
 	parts := [][]T{want[0][2*me : 2*me+2], {}, want[2][me : me+1]}
-	got, err = hvd.GroupedReducescatter(ctx, xs, opts("reducescatter", hvd.Op(k.op),
-		hvd.Shapes([]int{n, 2}, []int{0, 4}, []int{n, 1}))...)
+	got, err = hvd.GroupedReducescatter(ctx, xs, as[hvd.GroupedReduceOption](opts("reducescatter", hvd.Op(k.op),
+		hvd.Shapes([]int{n, 2}, []int{0, 4}, []int{n, 1})))...)
 	check("reducescatter", got, err, parts)
 
 	all := [][]T{nil, {}, nil}
@@ -167,10 +168,11 @@ func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Proc
 		all[2] = append(all[2], k.fill(n, r)...)
 	}
 	got, err = hvd.GroupedAllgather(ctx, xs,
-		opts("allgather", hvd.Shapes([]int{n, 2}, []int{0, 3}, []int{n}))...)
+		as[hvd.GroupedMoveOption](opts("allgather", hvd.Shapes([]int{n, 2}, []int{0, 3}, []int{n})))...)
 	check("allgather", got, err, all)
 
-	_, err = hvd.GroupedAllreduce(ctx, xs, opts("allreduce in place", hvd.Op(k.op), hvd.InPlace())...)
+	_, err = hvd.GroupedAllreduce(ctx, xs, as[hvd.GroupedAllreduceOption](opts("allreduce in place",
+		hvd.Op(k.op), hvd.InPlace()))...)
 	check("allreduce in place", xs, err, want)
 }
 

@@ -25,11 +25,7 @@ func init() {
 
 // startOnDevice implements ondevice.Start.
 func startOnDevice[R any](op *ondevice.Operation, options []any) (*Handle[R], error) {
-	opts := make([]Option, len(options))
-	for i, o := range options {
-		opts[i] = o.(Option)
-	}
-	h, err := onDevice[R](op, opts)
+	h, err := onDevice[R](op, options)
 	if err != nil || !op.Waits {
 		return started(h, err)
 	}
@@ -83,11 +79,8 @@ func (o *deviceOp[R]) completeGroup() {
 }
 
 // onDevice queues op and returns its handle.
-func onDevice[R any](op *ondevice.Operation, opts []Option) (*Handle[R], error) {
-	c, err := prepare(op.Kind, op.DType, op.Group, opts)
-	if err == nil && c.InPlace {
-		err = c.Misuse("option InPlace does not apply to device buffers")
-	}
+func onDevice[R any](op *ondevice.Operation, options []any) (*Handle[R], error) {
+	c, err := prepare(op.Kind, op.DType, options)
 	if err != nil {
 		return nil, err
 	}

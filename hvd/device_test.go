@@ -295,7 +295,7 @@ func TestDeviceRows(t *testing.T) {
 			me, root := e.Rank(), n-1
 			d := openDevice(t, me)
 			defer d.stream.Close()
-			on, two := hvd.On(e), func(n int) hvd.Option { return hvd.Shape(n, 2) }
+			on, two := hvd.On(e), func(n int) hvd.ShapeOption { return hvd.Shape(n, 2) }
 			var splits, received, counts []int
 			var exchanged, gathered []float32
 			total := 0
@@ -359,8 +359,6 @@ func TestDeviceRowsRefused(t *testing.T) {
 		}
 		_, err = cuda.Alltoall(ctx, in, portion(in, 1, 1), nil, on)
 		testnet.WantError(t, err, "the output overlaps the input")
-		_, err = cuda.Alltoall(ctx, in, out, nil, hvd.InPlace(), on)
-		testnet.WantError(t, err, "option InPlace does not apply to device buffers")
 		_, err = cuda.Alltoall(ctx, in, out, nil, on)
 		d.want("alltoall afterwards", out, err, 1+float32(me), 1+float32(me))
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
@@ -382,7 +380,7 @@ func TestDeviceEmpty(t *testing.T) {
 					t.Errorf("rank %d of %d: %s: got rows %v and %v, want %v", me, n, what, got, err, want)
 				}
 			}
-			for _, shape := range []hvd.Option{hvd.Shape(0), empty} {
+			for _, shape := range []hvd.ShapeOption{hvd.Shape(0), empty} {
 				d.want("allreduce", none, cuda.Allreduce(ctx, none, none, shape, on))
 				d.want("broadcast", none, cuda.Broadcast(ctx, none, none, 0, shape, on))
 				d.want("allgather", none, cuda.Allgather(ctx, none, none, shape, on))
@@ -470,14 +468,15 @@ func TestDeviceGroups(t *testing.T) {
 			d.want("reducescatter, tensor 0", one, err, 3*size)
 			d.want("reducescatter, tensor 1", two, nil, 4*size, 4*size)
 
-			for _, grouped := range []func(context.Context, buffers, buffers, ...hvd.Option) error{
-				cuda.GroupedAllreduce[float32], cuda.GroupedAllgather[float32],
-				cuda.GroupedReducescatter[float32],
+			for _, grouped := range []func(ins, outs buffers) error{
+				func(ins, outs buffers) error { return cuda.GroupedAllreduce(ctx, ins, outs, on) },
+				func(ins, outs buffers) error { return cuda.GroupedAllgather(ctx, ins, outs, on) },
+				func(ins, outs buffers) error { return cuda.GroupedReducescatter(ctx, ins, outs, on) },
 			} {
-				if err := grouped(ctx, nil, nil, on); err != nil {
+				if err := grouped(nil, nil); err != nil {
 					t.Errorf("an empty group: %v", err)
 				}
-				testnet.WantError(t, grouped(ctx, buffers{x}, nil, on), "got 0 outputs, want one for each of 1 inputs")
+				testnet.WantError(t, grouped(buffers{x}, nil), "got 0 outputs, want one for each of 1 inputs")
 			}
 		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 			testcuda.CUDA())
@@ -645,7 +644,7 @@ func TestDeviceInHost(t *testing.T) {
 		if err := e.Shutdown(ctx); err != nil {
 			t.Error(err)
 		}
-	}, []hvd.InitOption{hvd.WithLogger(zap.New(core))}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+	}, []hvd.InitOption{hvd.WithLogger(writesTo(core))}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 	warnings := make(map[string]int)
 	for _, line := range logged.FilterMessageSnippet("tensors on CUDA devices are copied to host memory").All() {

@@ -35,7 +35,7 @@ func TestDeviceChoices(t *testing.T) {
 		if err := e.Shutdown(ctx); err != nil {
 			t.Error(err)
 		}
-	}, []hvd.InitOption{hvd.WithLogger(zap.New(core))}, "HOROVOD_GPU_OPERATIONS", "host",
+	}, []hvd.InitOption{hvd.WithLogger(writesTo(core))}, "HOROVOD_GPU_OPERATIONS", "host",
 		"HOROVOD_GPU_ALLGATHER", "nccl", "HOROVOD_GPU_ALLTOALL", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),
 		"HVD_CUDART_LIBRARY", testcuda.CUDA())
 	got := make(map[string]int)

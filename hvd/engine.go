@@ -2,13 +2,13 @@ package hvd
 
 import (
 	"context"
+	"log/slog"
 	"sync"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 )
@@ -25,25 +25,34 @@ type Engine struct {
 
 // An InitOption configures the engine that Init or New starts. Options override environment variables. See
 // Options in the package comment for options that are wrong or given twice.
-type InitOption func(*initOptions)
+type InitOption struct{ apply func(*initOptions) }
 
 type initOptions struct{ rank.Options }
+
+func initOption(apply func(*initOptions)) InitOption { return InitOption{apply} }
 
 // WithSetting sets the setting with the given name to value. The name is that of an environment variable in
 // docs/settings.md, which the option overrides. Init fails if there is no such setting or if the value is not
 // valid.
 func WithSetting(name, value string) InitOption {
-	return func(o *initOptions) {
+	return initOption(func(o *initOptions) {
 		if o.Settings == nil {
 			o.Settings = make(map[string]string)
 		}
 		o.Settings[name] = value
-	}
+	})
 }
 
-// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. By default the engine
-// logs to standard error, from HOROVOD_LOG_LEVEL (default warning) on.
-func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log = l } }
+// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. The level of the lines
+// that HOROVOD_LOG_LEVEL calls trace is slog.LevelDebug-4. By default, or if l is nil, the engine logs to
+// standard error, from HOROVOD_LOG_LEVEL (default warning) on.
+func WithLogger(l *slog.Logger) InitOption {
+	return initOption(func(o *initOptions) {
+		if o.Log = nil; l != nil {
+			o.Log = logs.FromSlog(l)
+		}
+	})
+}
 
 // WithProcessSets makes one process set for each of the given lists of ranks. The sets get the IDs 1, 2, ...
 // in the order of the lists. The set of all ranks, which has ID 0, always exists and must not be given. By
@@ -51,7 +60,7 @@ func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log 
 // rank that the job does not have, or has the same ranks as another list or as the job. If the option is
 // given several times, it makes the sets of all of them.
 func WithProcessSets(sets ...[]int) InitOption {
-	return func(o *initOptions) { o.Sets = append(o.Sets, sets...) }
+	return initOption(func(o *initOptions) { o.Sets = append(o.Sets, sets...) })
 }
 
 // Stall is a report by the stall inspector: a tensor has waited long for some ranks.
@@ -78,11 +87,11 @@ type Stall struct {
 // reports off), and another after each further period of this length. f runs on the background loop, so it
 // must return soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
-	return func(o *initOptions) {
+	return initOption(func(o *initOptions) {
 		if o.OnStall = nil; f != nil {
 			o.OnStall = func(s *controller.Stall) { f(newStall(s)) }
 		}
-	}
+	})
 }
 
 // After makes the new engine join an epoch that is later than the epoch of prev. Shutdown of prev must have
@@ -96,7 +105,7 @@ func After(prev *Engine) InitOption {
 }
 
 func afterEpoch(n uint64) InitOption {
-	return func(o *initOptions) { o.LastEpoch = max(o.LastEpoch, n) }
+	return initOption(func(o *initOptions) { o.LastEpoch = max(o.LastEpoch, n) })
 }
 
 // New joins a rank to its job and waits until all ranks have joined. Unlike Init, it does not change which
@@ -113,7 +122,9 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 func collect(opts []InitOption) rank.Options {
 	o := new(initOptions)
 	for _, opt := range opts {
-		opt(o)
+		if opt.apply != nil { // the zero InitOption changes nothing
+			opt.apply(o)
+		}
 	}
 	return o.Options
 }

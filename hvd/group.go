@@ -15,18 +15,19 @@ import (
 //
 // The ranks negotiate the whole group under its name and not each tensor, so a group of many small tensors
 // costs little more than one tensor with as many elements.
-func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
+func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...GroupedAllreduceOption) ([][]T,
+	error) {
 	h, err := allreduceGroup(xs, opts)
 	return await(ctx, h, err)
 }
 
 // GroupedAllreduceAsync submits a GroupedAllreduce and returns its handle without waiting.
-func GroupedAllreduceAsync[T Element](xs [][]T, opts ...Option) (*Handle[[][]T], error) {
+func GroupedAllreduceAsync[T Element](xs [][]T, opts ...GroupedAllreduceOption) (*Handle[[][]T], error) {
 	return started(allreduceGroup(xs, opts))
 }
 
 // allreduceGroup queues an allreduce of a group. The whole group is one request.
-func allreduceGroup[T Element](xs [][]T, opts []Option) (*Handle[[][]T], error) {
+func allreduceGroup[T Element](xs [][]T, opts []GroupedAllreduceOption) (*Handle[[][]T], error) {
 	c, err := prepareGroup[T](message.Allreduce, len(xs), opts)
 	if err != nil {
 		return nil, err
@@ -73,8 +74,8 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*Handle[[][]T], error) 
 }
 
 // prepareGroup applies the options of an operation on a group of n tensors.
-func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, error) {
-	c, err := prepare(kind, tensor.Of[T](), true, opts)
+func prepareGroup[T Element, O any](kind message.Kind, n int, opts []O) (call, error) {
+	c, err := prepare(kind, tensor.Of[T](), opts)
 	if err == nil {
 		err = c.checkShapes(n)
 	}
@@ -94,30 +95,31 @@ func (c *call) checkShapes(n int) error {
 // in the same order. If a rank passes more or fewer tensors than the other ranks, its tensors have other
 // names. Then the ranks wait for each other, as they do if they submit different tensors. A call with an
 // empty group completes at once.
-func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
+func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...GroupedMoveOption) ([][]T, error) {
 	h, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return await(ctx, h, err)
 }
 
 // GroupedAllgatherAsync submits a GroupedAllgather and returns its handle without waiting.
-func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*Handle[[][]T], error) {
+func GroupedAllgatherAsync[T Element](xs [][]T, opts ...GroupedMoveOption) (*Handle[[][]T], error) {
 	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
 // GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does. Either all tensors
 // succeed or all fail. The tensors get their names, and an empty group completes, as in GroupedAllgather.
-func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
+func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...GroupedReduceOption) ([][]T,
+	error) {
 	h, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return await(ctx, h, err)
 }
 
 // GroupedReducescatterAsync submits a GroupedReducescatter and returns its handle without waiting.
-func GroupedReducescatterAsync[T Element](xs [][]T, opts ...Option) (*Handle[[][]T], error) {
+func GroupedReducescatterAsync[T Element](xs [][]T, opts ...GroupedReduceOption) (*Handle[[][]T], error) {
 	return started(many(message.Reducescatter, xs, opts, reducescatterTensor))
 }
 
 // many queues an operation on each tensor of a group. It calls build to fill in the operation of each tensor.
-func many[T Element](kind message.Kind, xs [][]T, opts []Option,
+func many[T Element, O any](kind message.Kind, xs [][]T, opts []O,
 	build builder[T, []T]) (*Handle[[][]T], error) {
 	c, err := prepareGroup[T](kind, len(xs), opts)
 	if err != nil {

@@ -284,10 +284,10 @@ func cycled[T hvd.Element](n int, f func(k int) T) []T {
 func TestLargeGroup(t *testing.T) {
 	for _, c := range []struct {
 		title   string
-		options []hvd.Option
+		options []any
 	}{
-		{"adasum", []hvd.Option{hvd.Op(hvd.Adasum)}},
-		{"fed back", []hvd.Option{hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.InPlace()}},
+		{"adasum", []any{hvd.Op(hvd.Adasum)}},
+		{"fed back", []any{hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.InPlace()}},
 	} {
 		t.Run(c.title, func(t *testing.T) {
 			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -309,7 +309,8 @@ func TestLargeGroup(t *testing.T) {
 					if c.title == "fed back" {
 						xs[0][0], want[0][0] = 1+third, 1+float32(step)/1024
 					}
-					got, err := hvd.GroupedAllreduce(ctx, xs, append(c.options, hvd.Name("g"), hvd.On(e))...)
+					got, err := hvd.GroupedAllreduce(ctx, xs,
+						as[hvd.GroupedAllreduceOption](append(c.options, hvd.Name("g"), hvd.On(e)))...)
 					if err != nil {
 						t.Error(err)
 						return
@@ -396,10 +397,11 @@ func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 		for i := range xs {
 			xs[i] = make([]float32, 3)
 		}
-		for _, more := range [][]hvd.Option{nil, {hvd.CompressFP16(), hvd.ErrorFeedback()}} {
+		for _, more := range [][]any{nil, {hvd.CompressFP16(), hvd.ErrorFeedback()}} {
 			opts := append(more, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
 			once := func() {
-				if _, err := hvd.GroupedAllreduce(ctx, xs, opts...); err != nil {
+				if _, err := hvd.GroupedAllreduce(ctx, xs,
+					as[hvd.GroupedAllreduceOption](opts)...); err != nil {
 					t.Error(err)
 				}
 			}

@@ -30,9 +30,9 @@
 //
 // # Options
 //
-// The options On, Over and Timeout apply to every operation unless their documentation says otherwise, and
-// the other options only where it says so. A call fails with a *UsageError if it has an option that does not
-// apply, or one with an argument that is not valid. If a call has an option twice, the last one counts.
+// The type of a function's options says which options apply, and a call with another option does not compile.
+// For example, Allreduce takes each AllreduceOption. A call fails with a *UsageError if the argument of an
+// option is not valid. If a call has an option twice, the last one counts.
 //
 // An InitOption that is not valid makes Init, New or NewUniqueID fail. If it is given twice, the last one
 // counts too, but WithProcessSets adds to the earlier ones, and WithSetting and WithInitScheme replace only

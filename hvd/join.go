@@ -21,17 +21,17 @@ import (
 // allgather, broadcast, alltoall, reducescatter, gather or scatter of the other ranks fails with a
 // *MismatchError, unless this rank has passed Empty to Join. An operation whose root has joined always fails,
 // and so do additions and removals of process sets.
-func Join(ctx context.Context, opts ...Option) (last int, err error) {
+func Join(ctx context.Context, opts ...JoinOption) (last int, err error) {
 	h, err := join(opts)
 	return await(ctx, h, err)
 }
 
 // JoinAsync submits a Join and returns its handle without waiting. The result is the rank that joined
 // last.
-func JoinAsync(opts ...Option) (*Handle[int], error) { return started(join(opts)) }
+func JoinAsync(opts ...JoinOption) (*Handle[int], error) { return started(join(opts)) }
 
-func join(opts []Option) (*Handle[int], error) {
-	c, err := prepare(message.Join, tensor.Invalid, false, opts)
+func join(opts []JoinOption) (*Handle[int], error) {
+	c, err := prepare(message.Join, tensor.Invalid, opts)
 	if err != nil {
 		return nil, err
 	}

@@ -12,7 +12,7 @@ import (
 // come from HOROVOD_RANK and HOROVOD_SIZE, or else from the launcher. Init fails if neither has them, or if
 // the program also passes WithInitMethod or WithID. Ranks listen on loopback unless HOROVOD_GLOO_IFACE
 // chooses an interface. The caller owns s and closes it after Shutdown.
-func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.Store = s } }
+func WithStore(s store.Store) InitOption { return initOption(func(o *initOptions) { o.Store = s }) }
 
 // WithInitMethod makes the ranks meet at a URL, as PyTorch's init_process_group does:
 //
@@ -25,7 +25,9 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.Store
 // must name a file with a secret. If ranks on several hosts meet at a file, HOROVOD_GLOO_IFACE must also
 // choose an interface. The setting HVD_INIT_METHOD has the same effect for a program that passes no option.
 // The default is the store of the launcher.
-func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.Method = url } }
+func WithInitMethod(url string) InitOption {
+	return initOption(func(o *initOptions) { o.Method = url })
+}
 
 // An InitMethod opens the store at which the ranks of a job meet. It is called with a URL u whose scheme the
 // program has registered with WithInitScheme. If a launcher or the settings provide rank and size, the query
@@ -37,7 +39,7 @@ type InitMethod func(ctx context.Context, u *url.URL) (s store.Store, rank, size
 // schemes of WithInitMethod are known. The URL may come from WithInitMethod or from the setting
 // HVD_INIT_METHOD. Ranks listen on loopback unless HOROVOD_GLOO_IFACE chooses an interface.
 func WithInitScheme(scheme string, open InitMethod) InitOption {
-	return func(o *initOptions) {
+	return initOption(func(o *initOptions) {
 		if o.Methods == nil {
 			o.Methods = make(bootstrap.Methods)
 		}
@@ -50,7 +52,7 @@ func WithInitScheme(scheme string, open InitMethod) InitOption {
 			}
 			return bootstrap.New(s, rank, size), nil
 		}
-	}
+	})
 }
 
 // UniqueID says where the ranks of one job meet, and holds the key of the job. It is modeled on ncclUniqueId.
@@ -94,12 +96,12 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 // than ranks, or if an id is not one of NewUniqueID. The setting HVD_UNIQUE_ID has the same effect for a
 // program that passes no option.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
-	return func(o *initOptions) {
+	return initOption(func(o *initOptions) {
 		o.ID = &bootstrap.ByID{Rank: rank, Size: size}
 		for _, id := range ids {
 			o.ID.IDs = append(o.ID.IDs, bootstrap.ID(id))
 		}
-	}
+	})
 }
 
 // WithMPICommunicator makes the processes of an MPI communicator the ranks of the job, with the same numbers.
@@ -108,16 +110,18 @@ func WithID(rank, size int, ids ...UniqueID) InitOption {
 // must have initialized MPI, and finalizes it after Shutdown. The option makes mpi the default of
 // HOROVOD_CONTROLLER (docs/mpi.md).
 func WithMPICommunicator(handle int32) InitOption {
-	return func(o *initOptions) { o.MPIComm = &handle }
+	return initOption(func(o *initOptions) { o.MPIComm = &handle })
 }
 
 // WithDevice names the accelerator that this rank uses. By default it has no name, and nothing is checked.
 // The name must identify the device on its host, as the UUID of a GPU does. If two ranks of a host name the
 // same device, Init fails at all ranks, unless both of these ranks pass true for share.
 func WithDevice(name string, share bool) InitOption {
-	return func(o *initOptions) { o.Device, o.SharesDevice = name, share }
+	return initOption(func(o *initOptions) { o.Device, o.SharesDevice = name, share })
 }
 
 // withMeeting makes the engine store its meeting in *m if the ranks cannot meet again, so that a later Init
 // can use the same meeting.
-func withMeeting(m **bootstrap.Meeting) InitOption { return func(o *initOptions) { o.Kept = m } }
+func withMeeting(m **bootstrap.Meeting) InitOption {
+	return initOption(func(o *initOptions) { o.Kept = m })
+}

@@ -18,11 +18,11 @@ import (
 // addAlone adds a process set that only its members add.
 func addAlone(ctx context.Context, t *testing.T, e *hvd.Engine, name string, members ...int) *hvd.ProcessSet {
 	t.Helper()
-	opts := []hvd.Option{hvd.MembersOnly(), hvd.On(e)}
+	opts := []any{hvd.MembersOnly(), hvd.On(e)}
 	if name != "" {
 		opts = append(opts, hvd.Name(name))
 	}
-	set, err := hvd.AddProcessSet(ctx, members, opts...)
+	set, err := hvd.AddProcessSet(ctx, members, as[hvd.AddProcessSetOption](opts)...)
 	if err != nil {
 		t.Errorf("rank %d: adding %q with the ranks %v: %v", e.Rank(), name, members, err)
 	}

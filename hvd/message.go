@@ -30,14 +30,14 @@ type messageOp[R any] struct {
 // A tensor of up to 64 KiB is copied, and Send returns at once, unless tensors with 1 MiB in total wait for
 // dst to receive them. A larger one is sent when dst calls Recv, and Send returns when x may be changed. The
 // bytes are sent once.
-func Send[T Element](ctx context.Context, x []T, dst, tag int, opts ...Option) error {
+func Send[T Element](ctx context.Context, x []T, dst, tag int, opts ...MessageOption) error {
 	o := new(messageOp[struct{}])
 	_, err := await(ctx, &o.Handle, post(o, message.Send, x, dst, tag, opts))
 	return err
 }
 
 // SendAsync begins a Send and returns its handle without waiting.
-func SendAsync[T Element](x []T, dst, tag int, opts ...Option) (*Handle[struct{}], error) {
+func SendAsync[T Element](x []T, dst, tag int, opts ...MessageOption) (*Handle[struct{}], error) {
 	o := new(messageOp[struct{}])
 	return started(&o.Handle, post(o, message.Send, x, dst, tag, opts))
 }
@@ -46,14 +46,15 @@ func SendAsync[T Element](x []T, dst, tag int, opts ...Option) (*Handle[struct{}
 // sent it, or 0 with an error. With AnySource as src, it takes the message that has arrived first. A message
 // of another type or number of elements is dropped, and the error is a *MismatchError. A src or tag that Send
 // would refuse is a *UsageError.
-func Recv[T Element](ctx context.Context, x []T, src, tag int, opts ...Option) (source int, err error) {
+func Recv[T Element](ctx context.Context, x []T, src, tag int, opts ...MessageOption) (source int,
+	err error) {
 	o := newRecv()
 	return await(ctx, &o.Handle, post(o, message.Recv, x, src, tag, opts))
 }
 
 // RecvAsync begins a Recv and returns its handle without waiting. The result is the rank that has sent the
 // message.
-func RecvAsync[T Element](x []T, src, tag int, opts ...Option) (*Handle[int], error) {
+func RecvAsync[T Element](x []T, src, tag int, opts ...MessageOption) (*Handle[int], error) {
 	o := newRecv()
 	return started(&o.Handle, post(o, message.Recv, x, src, tag, opts))
 }
@@ -65,8 +66,9 @@ func newRecv() *messageOp[int] {
 }
 
 // post fills in the empty o and begins it, which is a Send or a Recv.
-func post[R any, T Element](o *messageOp[R], kind message.Kind, x []T, peer, tag int, opts []Option) error {
-	c, err := prepare(kind, tensor.Of[T](), false, opts)
+func post[R any, T Element](o *messageOp[R], kind message.Kind, x []T, peer, tag int,
+	opts []MessageOption) error {
+	c, err := prepare(kind, tensor.Of[T](), opts)
 	if err != nil {
 		return err
 	}

@@ -134,11 +134,12 @@ func TestMessagesOfARankThatHasLeft(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		options := [][]hvd.Option{{hvd.On(e)}, {hvd.On(e), hvd.Over(set)}}
+		options := [][]any{{hvd.On(e)}, {hvd.On(e), hvd.Over(set)}}
 		for i, o := range options {
 			for _, other := range []int{0, 2} {
 				if e.Rank() == 1 {
-					if err := hvd.Send(ctx, []int8{int8(i)}, other, 1, o...); err != nil {
+					if err := hvd.Send(ctx, []int8{int8(i)}, other, 1,
+						as[hvd.MessageOption](o)...); err != nil {
 						t.Error(err)
 					}
 				}
@@ -148,11 +149,13 @@ func TestMessagesOfARankThatHasLeft(t *testing.T) {
 			<-left
 			for i, o := range options {
 				x := []int8{9}
-				if _, err := hvd.Recv(ctx, x, 1, 1, o...); err != nil || x[0] != int8(i) {
+				if _, err := hvd.Recv(ctx, x, 1, 1,
+					as[hvd.MessageOption](o)...); err != nil || x[0] != int8(i) {
 					t.Errorf("rank %d: got %v and error %v, want %d", e.Rank(), x, err, i)
 				}
 				var peer *hvd.PeerError
-				if _, err := hvd.Recv(ctx, x, 1, 1, o...); !errors.As(err, &peer) || !peer.ShutDown {
+				if _, err := hvd.Recv(ctx, x, 1, 1, as[hvd.MessageOption](o)...); !errors.As(err,
+					&peer) || !peer.ShutDown {
 					t.Errorf("rank %d: another message: got error %v", e.Rank(), err)
 				}
 			}

@@ -36,33 +36,33 @@ func pick[T any](p *part, most, odd T) T {
 	return most
 }
 
-func (p *part) opts(more ...hvd.Option) []hvd.Option {
+func (p *part) opts(more ...any) []any {
 	return append(more, hvd.Name(p.name), hvd.On(p.e))
 }
 
-func (p *part) allreduce(n int, more ...hvd.Option) error {
-	_, err := hvd.Allreduce(p.ctx, make([]float32, n), p.opts(more...)...)
+func (p *part) allreduce(n int, more ...any) error {
+	_, err := hvd.Allreduce(p.ctx, make([]float32, n), as[hvd.AllreduceOption](p.opts(more...))...)
 	return err
 }
 
-func (p *part) reducescatter(n int, more ...hvd.Option) error {
-	_, err := hvd.Reducescatter(p.ctx, make([]float32, n), p.opts(more...)...)
+func (p *part) reducescatter(n int, more ...any) error {
+	_, err := hvd.Reducescatter(p.ctx, make([]float32, n), as[hvd.ReduceOption](p.opts(more...))...)
 	return err
 }
 
-func (p *part) broadcast(n, root int, more ...hvd.Option) error {
-	_, err := hvd.Broadcast(p.ctx, make([]float32, n), root, p.opts(more...)...)
+func (p *part) broadcast(n, root int, more ...any) error {
+	_, err := hvd.Broadcast(p.ctx, make([]float32, n), root, as[hvd.MoveOption](p.opts(more...))...)
 	return err
 }
 
-func (p *part) allgather(n int, more ...hvd.Option) error {
-	_, err := hvd.Allgather(p.ctx, make([]float32, n), p.opts(more...)...)
+func (p *part) allgather(n int, more ...any) error {
+	_, err := hvd.Allgather(p.ctx, make([]float32, n), as[hvd.MoveOption](p.opts(more...))...)
 	return err
 }
 
-func (p *part) alltoall(n int, more ...hvd.Option) error {
+func (p *part) alltoall(n int, more ...any) error {
 	splits := make([]int, p.e.Size()) // all 0, which is valid for any number of rows
-	_, _, err := hvd.Alltoall(p.ctx, make([]float32, n), splits, p.opts(more...)...)
+	_, _, err := hvd.Alltoall(p.ctx, make([]float32, n), splits, as[hvd.MoveOption](p.opts(more...))...)
 	return err
 }
 
@@ -81,15 +81,15 @@ func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) er
 var contradictions = []contradiction{
 	{"types of an allreduce", typed(func(p *part, odd []int64, most []float32) (err error) {
 		if p.odd {
-			_, err = hvd.Allreduce(p.ctx, odd, p.opts()...)
+			_, err = hvd.Allreduce(p.ctx, odd, as[hvd.AllreduceOption](p.opts())...)
 		} else {
-			_, err = hvd.Allreduce(p.ctx, most, p.opts()...)
+			_, err = hvd.Allreduce(p.ctx, most, as[hvd.AllreduceOption](p.opts())...)
 		}
 		return err
 	}), `hvd: allreduce %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
 	{"operations: reducescatter and barrier", func(p *part) error {
 		if p.odd {
-			return hvd.Barrier(p.ctx, p.opts()...)
+			return hvd.Barrier(p.ctx, as[hvd.BarrierOption](p.opts())...)
 		}
 		return p.reducescatter(4)
 	}, `hvd: tensor %q: mismatched operations: MOST called reducescatter, ODD called barrier`},
@@ -134,12 +134,12 @@ var contradictions = []contradiction{
 var errJoined = errors.New("this rank has joined")
 
 // joined makes the odd rank join at once. Every other rank first calls the function do and then joins too.
-func (p *part) joined(do func() error, opts ...hvd.Option) error {
+func (p *part) joined(do func() error, opts ...any) error {
 	err := errJoined
 	if !p.odd {
 		err = do()
 	}
-	if _, e := hvd.Join(p.ctx, append(opts, hvd.On(p.e))...); e != nil {
+	if _, e := hvd.Join(p.ctx, as[hvd.JoinOption](append(opts, hvd.On(p.e)))...); e != nil {
 		return e
 	}
 	return err
@@ -192,8 +192,8 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 			}
 			return xs
 		}
-		group := func(xs [][]int32, opts ...hvd.Option) error {
-			_, err := hvd.GroupedAllreduce(ctx, xs, p.opts(opts...)...)
+		group := func(xs [][]int32, opts ...any) error {
+			_, err := hvd.GroupedAllreduce(ctx, xs, as[hvd.GroupedAllreduceOption](p.opts(opts...))...)
 			return err
 		}
 		for _, c := range []struct {
@@ -225,7 +225,8 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 					t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, want)
 				}
 				xs := [][]int32{{1}, {int32(e.Rank()), 3}}
-				if sums, err := hvd.GroupedAllreduce(ctx, xs, p.opts(hvd.Op(hvd.Sum))...); err != nil ||
+				if sums, err := hvd.GroupedAllreduce(ctx, xs,
+					as[hvd.GroupedAllreduceOption](p.opts(hvd.Op(hvd.Sum)))...); err != nil ||
 					sums[0][0] != int32(e.Size()) {
 					t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), sums, err)
 				}
@@ -438,17 +439,17 @@ func TestImpossibleProcessSets(t *testing.T) {
 		if e.Rank() == 0 {
 			for _, c := range []struct {
 				ranks []int
-				opts  []hvd.Option
+				opts  []any
 				want  string
 			}{
 				{nil, nil, "got a process set without ranks"},
 				{[]int{0, 2}, nil, "got rank 2, want 0 to 1"},
 				{[]int{-1}, nil, "got rank -1, want 0 to 1"},
 				{[]int{1, 0, 1}, nil, "got rank 1 twice in [1 0 1]"},
-				{[]int{0}, []hvd.Option{hvd.Empty()}, "option Empty does not apply to this operation"},
-				{[]int{1}, []hvd.Option{hvd.MembersOnly()}, "rank 0 is not among the ranks [1]"},
+				{[]int{1}, []any{hvd.MembersOnly()}, "rank 0 is not among the ranks [1]"},
 			} {
-				_, err := hvd.AddProcessSet(ctx, c.ranks, append(c.opts, hvd.On(e))...)
+				_, err := hvd.AddProcessSet(ctx, c.ranks, as[hvd.AddProcessSetOption](append(c.opts,
+					hvd.On(e)))...)
 				wantMisuse(t, err, "add process set", c.want)
 			}
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, nil), "remove process set", "process set is nil")

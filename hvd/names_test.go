@@ -22,22 +22,22 @@ type startedOp struct {
 // operation.
 var starters = []struct {
 	sort  string
-	start func(opts ...hvd.Option) (startedOp, error)
+	start func(opts ...any) (startedOp, error)
 }{
-	{"tensor", func(opts ...hvd.Option) (startedOp, error) {
-		h, err := hvd.AllreduceAsync([]int32{1, 2, 3}, opts...)
+	{"tensor", func(opts ...any) (startedOp, error) {
+		h, err := hvd.AllreduceAsync([]int32{1, 2, 3}, as[hvd.AllreduceOption](opts)...)
 		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
-	{"reduced group", func(opts ...hvd.Option) (startedOp, error) {
-		h, err := hvd.GroupedAllreduceAsync([][]int32{{1, 2}, {3}}, opts...)
+	{"reduced group", func(opts ...any) (startedOp, error) {
+		h, err := hvd.GroupedAllreduceAsync([][]int32{{1, 2}, {3}}, as[hvd.GroupedAllreduceOption](opts)...)
 		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
-	{"gathered group", func(opts ...hvd.Option) (startedOp, error) {
-		h, err := hvd.GroupedAllgatherAsync([][]int32{{1, 2}, {3}, {4}}, opts...)
+	{"gathered group", func(opts ...any) (startedOp, error) {
+		h, err := hvd.GroupedAllgatherAsync([][]int32{{1, 2}, {3}, {4}}, as[hvd.GroupedMoveOption](opts)...)
 		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
-	{"barrier", func(opts ...hvd.Option) (startedOp, error) {
-		h, err := hvd.BarrierAsync(opts...)
+	{"barrier", func(opts ...any) (startedOp, error) {
+		h, err := hvd.BarrierAsync(as[hvd.BarrierOption](opts)...)
 		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
 }
@@ -71,7 +71,7 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 		for _, s := range starters {
 			for _, w := range ways {
 				sort, start, way, see := s.sort, s.start, w.way, w.see
-				opts := []hvd.Option{hvd.Name(sort + way), hvd.On(e)}
+				opts := []any{hvd.Name(sort + way), hvd.On(e)}
 				first, err := start(opts...)
 				if err != nil {
 					t.Error(err)

@@ -18,7 +18,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
@@ -256,7 +255,7 @@ func TestMetricsAddressTaken(t *testing.T) {
 	defer server.Close()
 	addr := strings.TrimPrefix(server.URL, "http://")
 	core, logged := observer.New(zapcore.WarnLevel)
-	e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr), hvd.WithLogger(zap.New(core)))
+	e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr), hvd.WithLogger(writesTo(core)))
 	if err != nil {
 		t.Fatal(err)
 	}

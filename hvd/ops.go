@@ -40,13 +40,13 @@ func (c *call) submitted(err error) error {
 //
 // Small tensors that are ready together are fused into one operation. With n ranks, each rank sends about
 // 2(n-1)/n times the bytes of x (ring allreduce; Patarasuk and Yuan, 2009).
-func Allreduce[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
+func Allreduce[T Element](ctx context.Context, x []T, opts ...AllreduceOption) ([]T, error) {
 	h, err := one(message.Allreduce, newTensorOp[T](), x, opts, allreduceTensor)
 	return await(ctx, h, err)
 }
 
 // AllreduceAsync submits an Allreduce and returns its handle without waiting.
-func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
+func AllreduceAsync[T Element](x []T, opts ...AllreduceOption) (*Handle[[]T], error) {
 	return started(one(message.Allreduce, newTensorOp[T](), x, opts, allreduceTensor))
 }
 
@@ -55,9 +55,9 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
 type builder[T, R any] func(o *tensorOp[T, R], c call, i int, x []T) error
 
 // one queues the empty operation o on the tensor x and returns its handle. It calls build to fill in o.
-func one[T Element, R any](kind message.Kind, o *tensorOp[T, R], x []T, opts []Option,
+func one[T Element, R, O any](kind message.Kind, o *tensorOp[T, R], x []T, opts []O,
 	build builder[T, R]) (*Handle[R], error) {
-	c, err := prepare(kind, tensor.Of[T](), false, opts)
+	c, err := prepare(kind, tensor.Of[T](), opts)
 	if err != nil {
 		return nil, err
 	}
@@ -87,13 +87,13 @@ func allreduceTensor[T Element](o *tensorOp[T, []T], c call, i int, x []T) error
 // dimension may differ between ranks. The other dimensions and the type must be equal.
 //
 // Each rank sends about as many bytes as the other ranks contribute together.
-func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
+func Allgather[T Element](ctx context.Context, x []T, opts ...MoveOption) ([]T, error) {
 	h, err := one(message.Allgather, newTensorOp[T](), x, opts, allgatherTensor)
 	return await(ctx, h, err)
 }
 
 // AllgatherAsync submits an Allgather and returns its handle without waiting.
-func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
+func AllgatherAsync[T Element](x []T, opts ...MoveOption) (*Handle[[]T], error) {
 	return started(one(message.Allgather, newTensorOp[T](), x, opts, allgatherTensor))
 }
 
@@ -131,17 +131,17 @@ func allocates[T Element, R any](o *tensorOp[T, R]) {
 // at all ranks.
 //
 // The data goes down a tree: with n ranks, no rank sends more than ceil(log2(n)) times the bytes of x.
-func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
+func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...MoveOption) ([]T, error) {
 	h, err := broadcast(x, root, opts)
 	return await(ctx, h, err)
 }
 
 // BroadcastAsync submits a Broadcast and returns its handle without waiting.
-func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[[]T], error) {
+func BroadcastAsync[T Element](x []T, root int, opts ...MoveOption) (*Handle[[]T], error) {
 	return started(broadcast(x, root, opts))
 }
 
-func broadcast[T Element](x []T, root int, opts []Option) (*Handle[[]T], error) {
+func broadcast[T Element](x []T, root int, opts []MoveOption) (*Handle[[]T], error) {
 	return one(message.Broadcast, newTensorOp[T](), x, opts, func(o *tensorOp[T, []T],
 		c call, i int, x []T) error {
 		if err := c.CheckRoot(root); err != nil {
@@ -160,17 +160,17 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[[]T], error) 
 //
 // With n ranks over TCP, each rank sends the bytes of x once. The root receives (n-1) times the bytes of x if
 // these are at most 64 KiB. Otherwise it receives 2(n-1)/n times the bytes of x.
-func Reduce[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
+func Reduce[T Element](ctx context.Context, x []T, root int, opts ...ReduceOption) ([]T, error) {
 	h, err := reduce(x, root, opts)
 	return await(ctx, h, err)
 }
 
 // ReduceAsync submits a Reduce and returns its handle without waiting.
-func ReduceAsync[T Element](x []T, root int, opts ...Option) (*Handle[[]T], error) {
+func ReduceAsync[T Element](x []T, root int, opts ...ReduceOption) (*Handle[[]T], error) {
 	return started(reduce(x, root, opts))
 }
 
-func reduce[T Element](x []T, root int, opts []Option) (*Handle[[]T], error) {
+func reduce[T Element](x []T, root int, opts []ReduceOption) (*Handle[[]T], error) {
 	return one(message.Reduce, newTensorOp[T](), x, opts, func(o *tensorOp[T, []T],
 		c call, i int, x []T) error {
 		if err := c.CheckRoot(root); err != nil {
@@ -196,13 +196,13 @@ func reduce[T Element](x []T, root int, opts []Option) (*Handle[[]T], error) {
 // more.
 //
 // With n ranks, each rank sends about (n-1)/n times the bytes of x.
-func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
+func Reducescatter[T Element](ctx context.Context, x []T, opts ...ReduceOption) ([]T, error) {
 	h, err := one(message.Reducescatter, newTensorOp[T](), x, opts, reducescatterTensor)
 	return await(ctx, h, err)
 }
 
 // ReducescatterAsync submits a Reducescatter and returns its handle without waiting.
-func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[[]T], error) {
+func ReducescatterAsync[T Element](x []T, opts ...ReduceOption) (*Handle[[]T], error) {
 	return started(one(message.Reducescatter, newTensorOp[T](), x, opts, reducescatterTensor))
 }
 
@@ -235,18 +235,18 @@ func reducescatterTensor[T Element](o *tensorOp[T, []T], c call, i int, x []T) e
 //
 // Each rank sends each row once, directly to its destination.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int,
-	opts ...Option) (out []T, received []int, err error) {
+	opts ...MoveOption) (out []T, received []int, err error) {
 	h, err := alltoall(x, splits, opts)
 	rows, err := await(ctx, h, err)
 	return rows.Data, rows.Received, err
 }
 
 // AlltoallAsync submits an Alltoall and returns its handle without waiting.
-func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[Rows[T]], error) {
+func AlltoallAsync[T Element](x []T, splits []int, opts ...MoveOption) (*Handle[Rows[T]], error) {
 	return started(alltoall(x, splits, opts))
 }
 
-func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[Rows[T]], error) {
+func alltoall[T Element](x []T, splits []int, opts []MoveOption) (*Handle[Rows[T]], error) {
 	return one(message.Alltoall, newRowsOp[T](), x, opts, func(o *tensorOp[T, Rows[T]],
 		c call, i int, x []T) (err error) {
 		if err := o.describe(&c, i, len(x)); err != nil {
@@ -274,18 +274,18 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[Rows[T]], 
 //
 // Each rank sends its rows once, directly to the root.
 func Gather[T Element](ctx context.Context, x []T, root int,
-	opts ...Option) (out []T, rows []int, err error) {
+	opts ...GatherOption) (out []T, rows []int, err error) {
 	h, err := gather(x, root, opts)
 	all, err := await(ctx, h, err)
 	return all.Data, all.Received, err
 }
 
 // GatherAsync submits a Gather and returns its handle without waiting.
-func GatherAsync[T Element](x []T, root int, opts ...Option) (*Handle[Rows[T]], error) {
+func GatherAsync[T Element](x []T, root int, opts ...GatherOption) (*Handle[Rows[T]], error) {
 	return started(gather(x, root, opts))
 }
 
-func gather[T Element](x []T, root int, opts []Option) (*Handle[Rows[T]], error) {
+func gather[T Element](x []T, root int, opts []GatherOption) (*Handle[Rows[T]], error) {
 	return one(message.Gather, newRowsOp[T](), x, opts, func(o *tensorOp[T, Rows[T]],
 		c call, i int, x []T) error {
 		if err := c.CheckRoot(root); err != nil {
@@ -315,17 +315,18 @@ func gather[T Element](x []T, root int, opts []Option) (*Handle[Rows[T]], error)
 // the option Shape; the other ranks' values are ignored.
 //
 // The root sends each row once, directly to its destination.
-func Scatter[T Element](ctx context.Context, x []T, splits []int, root int, opts ...Option) ([]T, error) {
+func Scatter[T Element](ctx context.Context, x []T, splits []int, root int, opts ...GatherOption) ([]T,
+	error) {
 	h, err := scatter(x, splits, root, opts)
 	return await(ctx, h, err)
 }
 
 // ScatterAsync submits a Scatter and returns its handle without waiting.
-func ScatterAsync[T Element](x []T, splits []int, root int, opts ...Option) (*Handle[[]T], error) {
+func ScatterAsync[T Element](x []T, splits []int, root int, opts ...GatherOption) (*Handle[[]T], error) {
 	return started(scatter(x, splits, root, opts))
 }
 
-func scatter[T Element](x []T, splits []int, root int, opts []Option) (*Handle[[]T], error) {
+func scatter[T Element](x []T, splits []int, root int, opts []GatherOption) (*Handle[[]T], error) {
 	return one(message.Scatter, newTensorOp[T](), x, opts, func(o *tensorOp[T, []T],
 		c call, i int, x []T) (err error) {
 		if err := c.CheckRoot(root); err != nil {
@@ -349,17 +350,17 @@ func scatter[T Element](x []T, splits []int, root int, opts []Option) (*Handle[[
 }
 
 // Barrier waits until every rank has called Barrier.
-func Barrier(ctx context.Context, opts ...Option) error {
+func Barrier(ctx context.Context, opts ...BarrierOption) error {
 	h, err := barrier(opts)
 	_, err = await(ctx, h, err)
 	return err
 }
 
 // BarrierAsync submits a Barrier and returns its handle without waiting.
-func BarrierAsync(opts ...Option) (*Handle[struct{}], error) { return started(barrier(opts)) }
+func BarrierAsync(opts ...BarrierOption) (*Handle[struct{}], error) { return started(barrier(opts)) }
 
-func barrier(opts []Option) (*Handle[struct{}], error) {
-	c, err := prepare(message.Barrier, tensor.Invalid, false, opts)
+func barrier(opts []BarrierOption) (*Handle[struct{}], error) {
+	c, err := prepare(message.Barrier, tensor.Invalid, opts)
 	if err != nil {
 		return nil, err
 	}

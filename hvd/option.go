@@ -61,18 +61,177 @@ const (
 	AverageActive
 )
 
-// An Option configures one operation. Which options an operation accepts and what happens if one is wrong is
-// the same for all of them: see Options in the package comment.
-type Option struct {
-	kind     rank.Option
-	text     string
-	op       ReduceOp
-	wire     tensor.DType
-	factor   float64
-	shapes   [][]int
-	duration time.Duration
-	engine   *Engine
-	set      *ProcessSet
+// These are the options of operations, by the operations to which they apply. The functions that make options
+// return types that have the methods of these interfaces, so an option that does not apply does not compile.
+type (
+	// An AllreduceOption is an option of Allreduce: On, Over, Timeout, Name, Shape, InPlace, Op, Prescale,
+	// Postscale, CompressFP16, CompressBF16 or ErrorFeedback.
+	AllreduceOption interface {
+		allreduce()
+		single()
+	}
+	// A ReduceOption is an option of Reduce and Reducescatter: On, Over, Timeout, Name, Shape, InPlace, Op,
+	// Prescale or Postscale.
+	ReduceOption interface {
+		reduce()
+		single()
+	}
+	// A MoveOption is an option of Allgather, Broadcast and Alltoall: On, Over, Timeout, Name, Shape or
+	// InPlace.
+	MoveOption interface {
+		move()
+		single()
+	}
+	// A GatherOption is an option of Gather and Scatter: On, Over, Timeout, Name or Shape.
+	GatherOption interface {
+		gather()
+		single()
+	}
+	// A GroupedAllreduceOption is an option of GroupedAllreduce: an AllreduceOption except Shape, or Shapes.
+	GroupedAllreduceOption interface {
+		allreduce()
+		group()
+	}
+	// A GroupedReduceOption is an option of GroupedReducescatter: a ReduceOption except Shape, or Shapes.
+	GroupedReduceOption interface {
+		reduce()
+		group()
+	}
+	// A GroupedMoveOption is an option of GroupedAllgather: a MoveOption except Shape, or Shapes.
+	GroupedMoveOption interface {
+		move()
+		group()
+	}
+	// A BarrierOption is an option of Barrier: On, Over, Timeout or Name.
+	BarrierOption interface{ barrier() }
+	// A MessageOption is an option of Send and Recv: On, Over or Timeout.
+	MessageOption interface{ message() }
+	// A JoinOption is an option of Join: On, Over, Timeout or Empty.
+	JoinOption interface{ join() }
+	// An AddProcessSetOption is an option of AddProcessSet: On, Timeout, Name or MembersOnly.
+	AddProcessSetOption interface{ add() }
+	// A RemoveProcessSetOption is an option of RemoveProcessSet: On or Timeout.
+	RemoveProcessSetOption interface{ remove() }
+	// A DeviceOption is an option that applies to the operations of package hvd/cuda too: all of them but
+	// InPlace.
+	DeviceOption interface{ device() }
+)
+
+// The markers below are parts of the types of options. They give these types the methods of the interfaces.
+type (
+	ofAllreduce struct{}
+	ofReduce    struct{ ofAllreduce }
+	ofMove      struct{ ofReduce }
+	ofTensor    struct{ ofMove }   // of every operation on tensors
+	ofSet       struct{ ofTensor } // of every operation on a process set
+	ofSingle    struct{}
+	ofGroup     struct{}
+	ofAnyNumber struct {
+		ofSingle
+		ofGroup
+	}
+	ofDevice struct{}
+	ofAdd    struct{}
+)
+
+func (ofAllreduce) allreduce() {}
+func (ofReduce) reduce()       {}
+func (ofMove) move()           {}
+func (ofTensor) gather()       {}
+func (ofSet) barrier()         {}
+func (ofSet) message()         {}
+func (ofSet) join()            {}
+func (ofSingle) single()       {}
+func (ofGroup) group()         {}
+func (ofDevice) device()       {}
+func (ofAdd) add()             {}
+
+// AnyOption is an option of every operation.
+type AnyOption struct {
+	ofSet
+	ofAnyNumber
+	ofDevice
+	ofAdd
+	engine  *Engine
+	timeout time.Duration
+	kind    rank.Option
+}
+
+func (AnyOption) remove() {}
+
+// SetOption is the option Over.
+type SetOption struct {
+	ofSet
+	ofAnyNumber
+	ofDevice
+	set *ProcessSet
+	// With a second field, the pointer is not itself the value of an interface. Otherwise the compiler moves
+	// all options of a call to the heap.
+	_ bool
+}
+
+// NameOption is the option Name.
+type NameOption struct {
+	ofTensor
+	ofAnyNumber
+	ofDevice
+	ofAdd
+	text string
+}
+
+func (NameOption) barrier() {}
+
+// ShapeOption is the option Shape.
+type ShapeOption struct {
+	ofTensor
+	ofSingle
+	ofDevice
+	dims []int
+}
+
+// ShapesOption is the option Shapes.
+type ShapesOption struct {
+	ofTensor
+	ofGroup
+	ofDevice
+	shapes [][]int
+}
+
+// InPlaceOption is the option InPlace.
+type InPlaceOption struct {
+	ofMove
+	ofAnyNumber
+	set bool
+}
+
+// ReductionOption is an option of all reductions: Op, Prescale or Postscale.
+type ReductionOption struct {
+	ofReduce
+	ofAnyNumber
+	ofDevice
+	op     ReduceOp
+	kind   rank.Option
+	factor float64
+}
+
+// CompressionOption is an option of allreduces: CompressFP16, CompressBF16 or ErrorFeedback.
+type CompressionOption struct {
+	ofAllreduce
+	ofAnyNumber
+	ofDevice
+	wire          tensor.DType
+	errorFeedback bool
+}
+
+// EmptyOption is the option Empty.
+type EmptyOption struct{ set bool }
+
+func (EmptyOption) join() {}
+
+// MembersOnlyOption is the option MembersOnly.
+type MembersOnlyOption struct {
+	ofAdd
+	set bool
 }
 
 // The compiler refuses this index if the numbers of the reductions differ from those of the engine.
@@ -81,12 +240,12 @@ var _ = [1]struct{}{}[AverageActive-ReduceOp(tensor.AverageActive)]
 // Name gives the tensor a name, which has 1 to 4096 bytes of UTF-8. The default, also for "", is a generated
 // name (see Names in the package comment). Name applies to all operations except Join, Send, Recv and
 // RemoveProcessSet.
-func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
+func Name(name string) NameOption { return NameOption{text: name} }
 
 // Op chooses the reduction of an allreduce, a reduce or a reducescatter, or of a group of these. The default
 // is Average. Bools can have only Min and Max, so they need this option. Adasum can have only the allreduce
 // of floats.
-func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
+func Op(op ReduceOp) ReductionOption { return ReductionOption{kind: rank.OptOp, op: op} }
 
 // InPlace makes the result overwrite the argument, which saves memory and usually also a copy. By default,
 // the result is a new slice. InPlace applies to allreduce, reduce, allgather, broadcast, alltoall,
@@ -98,67 +257,67 @@ func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 // the slice of the argument that holds the rows of this rank. In an alltoall, this rank must receive as many
 // rows as it sends. If the result of an allgather or alltoall does not fit the argument, the operation fails
 // with a *MismatchError at this rank only.
-func InPlace() Option { return Option{kind: rank.OptInPlace} }
+func InPlace() InPlaceOption { return InPlaceOption{set: true} }
 
 // Shape sets the dimensions of the argument, at most 64. By default, the argument has one dimension. The
 // product of dims must be the length of the argument. Ranks that give different shapes get a *MismatchError,
 // but the first dimension may differ in an allgather, alltoall or gather. Shape() is the shape of a scalar. A
 // scalar has no rows, so operations on rows fail. Shape applies to operations on a single tensor: groups have
 // Shapes.
-func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
+func Shape(dims ...int) ShapeOption { return ShapeOption{dims: dims} }
 
 // Shapes sets the dimensions of each tensor of a group, in the order of the tensors, as Shape does for a
 // single tensor. There must be one shape for each tensor. By default, every tensor has one dimension.
-func Shapes(shapes ...[]int) Option { return Option{kind: rank.OptShapes, shapes: shapes} }
+func Shapes(shapes ...[]int) ShapesOption { return ShapesOption{shapes: shapes} }
 
 // Prescale multiplies the argument of an allreduce, a reduce or a reducescatter by f before the reduction.
 // The default is 1. f must not be NaN, and must be 1 for bools. The product is computed in float32 for
 // float32 and the 16-bit floats, and in float64 for other types. It is truncated toward zero for integers.
-func Prescale(f float64) Option { return Option{kind: rank.OptPrescale, factor: f} }
+func Prescale(f float64) ReductionOption { return ReductionOption{kind: rank.OptPrescale, factor: f} }
 
 // Postscale multiplies the result of an allreduce, a reduce or a reducescatter by f. The default is 1. f is
 // restricted, and the product is computed and truncated, as for Prescale. If the reduction is an average over
 // n ranks, the sum is multiplied once, by f/n.
-func Postscale(f float64) Option { return Option{kind: rank.OptPostscale, factor: f} }
+func Postscale(f float64) ReductionOption { return ReductionOption{kind: rank.OptPostscale, factor: f} }
 
 // CompressFP16 sends the elements of an allreduce as float16. By default, elements are not compressed. The
 // elements must be of type float32 or float64, so that half or a quarter of the bytes are sent. They keep 11
 // bits of precision, and values above 65504 become infinite. Each rank scales its argument and then rounds it
 // once. Sums are computed in float32 and rounded once.
-func CompressFP16() Option { return Option{kind: rank.OptCompress, wire: tensor.Float16} }
+func CompressFP16() CompressionOption { return CompressionOption{wire: tensor.Float16} }
 
 // CompressBF16 is like CompressFP16, but sends bfloat16, with 8 bits of precision and the range of float32.
-func CompressBF16() Option { return Option{kind: rank.OptCompress, wire: tensor.BFloat16} }
+func CompressBF16() CompressionOption { return CompressionOption{wire: tensor.BFloat16} }
 
 // ErrorFeedback adds the rounding error of a compressed argument to the next argument that has the same name,
 // type and length at this rank. By default, rounding errors are lost. ErrorFeedback applies to sums and
 // averages, and needs the options Name and CompressFP16 or CompressBF16. The rounding error of the sum is not
 // compensated. For each name, the engine keeps as many bytes as the tensor has, until Shutdown.
-func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
+func ErrorFeedback() CompressionOption { return CompressionOption{errorFeedback: true} }
 
 // Empty makes this rank, while it has joined, take part in the allgathers, broadcasts, alltoalls,
 // reducescatters, gathers and scatters of the other ranks with an empty tensor. By default, such an operation
 // fails with a *MismatchError while this rank has joined. Empty applies to Join and JoinAsync.
-func Empty() Option { return Option{kind: rank.OptEmpty} }
+func Empty() EmptyOption { return EmptyOption{set: true} }
 
 // Timeout limits the time from the submission of the operation to its completion. d must be positive. If the
 // operation takes longer, the job fails at all ranks with a *PeerError, because no rank can distinguish a
 // late rank from one that will never submit. The default is HVD_OPERATION_TIMEOUT_SECONDS, which by default
 // sets no limit. A Join has no limit by default.
-func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
+func Timeout(d time.Duration) AnyOption { return AnyOption{kind: rank.OptTimeout, timeout: d} }
 
 // Over runs the operation among the members of set, and on the engine of set. The default is all ranks. This
 // rank must be a member. Over does not apply to AddProcessSet and RemoveProcessSet, in which all ranks take
 // part.
-func Over(set *ProcessSet) Option { return Option{kind: rank.OptOver, set: set} }
+func Over(set *ProcessSet) SetOption { return SetOption{set: set} }
 
 // MembersOnly makes a call of AddProcessSet an operation of the members only: the other ranks do not call it
 // and do not know the set. By default, all ranks call it. MembersOnly applies to AddProcessSet.
-func MembersOnly() Option { return Option{kind: rank.OptMembersOnly} }
+func MembersOnly() MembersOnlyOption { return MembersOnlyOption{set: true} }
 
 // On runs the operation on e, which New has returned. The default is the engine of the process set, if the
 // call has one, and otherwise the engine that Init started. A process set of another engine is an error.
-func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
+func On(e *Engine) AnyOption { return AnyOption{kind: rank.OptOn, engine: e} }
 
 // call is an operation with the options that the program passed.
 type call struct {
@@ -168,16 +327,18 @@ type call struct {
 	shapes [][]int     // if nil, every tensor has one dimension
 }
 
-// prepare makes a call for an operation of the given kind on elements of type dt, and applies opts to it.
-func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
+// prepare makes a call for an operation of the given kind on elements of type dt, and applies opts to it. O
+// is an interface of options. A switch over the types of the options, unlike a method of theirs, lets them
+// stay on the stack of the caller.
+func prepare[O any](kind message.Kind, dt tensor.DType, opts []O) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {
-		if opts[i].kind == rank.OptName { // the name comes first, because errors about options show it
-			c.Name = opts[i].text
+		if o, ok := any(opts[i]).(NameOption); ok { // the name comes first, because errors show it
+			c.Name = o.text
 		}
 	}
 	for i := range opts {
-		if err := c.take(&opts[i], group); err != nil {
+		if err := c.take(opts[i]); err != nil {
 			return c, err
 		}
 	}
@@ -189,47 +350,54 @@ func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c c
 	return c, err
 }
 
-func (c *call) take(o *Option, group bool) error {
-	// A group needs one shape for each of its tensors, so it accepts only Shapes. A single tensor accepts
-	// only Shape.
-	what, instead := "group", rank.OptShapes
-	if !group {
-		what, instead = "single tensor", rank.OptShape
-	}
-	if group && o.kind == rank.OptShape || !group && o.kind == rank.OptShapes {
-		return c.Misuse("option %v does not apply to a %s: use %v", o.kind, what, instead)
-	}
-	if err := c.CheckOption(o.kind); err != nil {
-		return err
-	}
-	switch o.kind {
-	case rank.OptOp:
-		c.Op = tensor.ReduceOp(o.op)
-	case rank.OptInPlace:
-		c.InPlace = true
-	case rank.OptShape, rank.OptShapes:
+// take applies the option.
+func (c *call) take(option any) error {
+	switch o := option.(type) {
+	case NameOption:
+	case InPlaceOption:
+		c.InPlace = o.set
+	case ShapeOption:
+		c.shapes = [][]int{o.dims}
+	case ShapesOption:
 		if c.shapes = o.shapes; c.shapes == nil {
 			c.shapes = [][]int{} // Shapes without arguments is wrong unless the group is empty
 		}
-	case rank.OptPrescale:
-		c.Prescale = o.factor
-	case rank.OptPostscale:
-		c.Postscale = o.factor
-	case rank.OptCompress:
-		c.Wire = o.wire
-	case rank.OptErrorFeedback:
-		c.ErrorFeedback = true
-	case rank.OptEmpty:
-		c.Empty = true
-	case rank.OptMembersOnly:
-		c.MembersOnly = true
-	case rank.OptTimeout:
-		if c.Timeout = o.duration; c.Timeout <= 0 {
-			return c.Misuse("got timeout %v, want more than 0", o.duration)
+	case ReductionOption:
+		switch o.kind {
+		case rank.OptOp:
+			c.Op = tensor.ReduceOp(o.op)
+		case rank.OptPrescale:
+			c.Prescale = o.factor
+		case rank.OptPostscale:
+			c.Postscale = o.factor
 		}
-	case rank.OptOver:
+	case CompressionOption:
+		if o.errorFeedback {
+			c.ErrorFeedback = true
+		} else {
+			c.Wire = o.wire
+		}
+	case EmptyOption:
+		c.Empty = o.set
+	case MembersOnlyOption:
+		c.MembersOnly = o.set
+	case SetOption:
 		if c.over = o.set; c.over == nil || c.over.engine == nil {
 			return c.Misuse("%w", errNoSet)
+		}
+	case AnyOption:
+		return c.takeAny(&o)
+	default:
+		return c.Misuse("an option is nil")
+	}
+	return nil
+}
+
+func (c *call) takeAny(o *AnyOption) error {
+	switch o.kind {
+	case rank.OptTimeout:
+		if c.Timeout = o.timeout; c.Timeout <= 0 {
+			return c.Misuse("got timeout %v, want more than 0", o.timeout)
 		}
 	case rank.OptOn:
 		if c.engine = o.engine; c.engine == nil || c.engine.rank.Engine == nil {

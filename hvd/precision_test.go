@@ -16,7 +16,7 @@ import (
 // 16-bit type.
 var compressions = []struct {
 	title  string
-	option hvd.Option
+	option hvd.CompressionOption
 	ulp    float64
 }{
 	{"fp16", hvd.CompressFP16(), 1.0 / 1024},
@@ -60,8 +60,8 @@ func TestErrorFeedback(t *testing.T) {
 	}
 }
 
-func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float64, opts ...hvd.Option) {
-	got, err := hvd.Allreduce(ctx, x, append(opts, hvd.On(e))...)
+func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float64, opts ...any) {
+	got, err := hvd.Allreduce(ctx, x, as[hvd.AllreduceOption](append(opts, hvd.On(e)))...)
 	if err != nil {
 		t.Error(err)
 		return
@@ -112,12 +112,12 @@ func TestErrorFeedbackForgets(t *testing.T) {
 // tensor, and separately for each type.
 func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
-		feed := []hvd.Option{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}
+		feed := []any{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}
 		// The nearest bfloat16 to 4104 is 4096, and the next larger one is 4128, so each rounding loses 8.
 		total := float32(0)
 		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
-			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"),
-				hvd.Prescale(scale), hvd.Postscale(1/scale))...)
+			got, err := hvd.Allreduce(ctx, []float32{4104}, as[hvd.AllreduceOption](append(feed, hvd.Name("scaled"),
+				hvd.Prescale(scale), hvd.Postscale(1/scale)))...)
 			if err != nil {
 				t.Error(err)
 				return
@@ -129,23 +129,25 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 				total, want)
 		}
 		if _, err := hvd.Allreduce(ctx, []float32{4104, 4104},
-			append(feed, hvd.Name("typed"))...); err != nil {
+			as[hvd.AllreduceOption](append(feed, hvd.Name("typed")))...); err != nil {
 			t.Error(err)
 		}
-		if got, err := hvd.Allreduce(ctx, []float64{1}, append(feed, hvd.Name("typed"))...); err != nil ||
+		if got, err := hvd.Allreduce(ctx, []float64{1}, as[hvd.AllreduceOption](append(feed,
+			hvd.Name("typed")))...); err != nil ||
 			got[0] != 1 {
 			t.Errorf("rank %d: after two float32, one float64 of as many bytes: got %v and error %v, want 1",
 				e.Rank(), got, err)
 		}
 		for _, c := range []struct {
 			want string
-			opts []hvd.Option
+			opts []any
 		}{
 			{"option ErrorFeedback needs option Name", nil},
-			{"option ErrorFeedback: got reduction max", []hvd.Option{hvd.Name("most"), hvd.Op(hvd.Max)}},
+			{"option ErrorFeedback: got reduction max", []any{hvd.Name("most"), hvd.Op(hvd.Max)}},
 		} {
 			var usage *hvd.UsageError
-			if _, err := hvd.Allreduce(ctx, []float32{1}, append(c.opts, feed...)...); !errors.As(err,
+			if _, err := hvd.Allreduce(ctx, []float32{1}, as[hvd.AllreduceOption](append(c.opts,
+				feed...))...); !errors.As(err,
 				&usage) || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("rank %d: got error %v, want a UsageError: %s", e.Rank(), err, c.want)
 			}

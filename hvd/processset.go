@@ -90,8 +90,8 @@ func GlobalProcessSet() *ProcessSet {
 // A call costs a frame from each rank that calls it to rank 0, and one back. A set without operations costs
 // each member about 6 KiB of memory. Its first operations open its connections and its shared memory, about
 // 1.7 MiB at each member.
-func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
-	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
+func AddProcessSet(ctx context.Context, ranks []int, opts ...AddProcessSetOption) (*ProcessSet, error) {
+	c, err := prepare(message.AddProcessSet, tensor.Invalid, opts)
 	if err != nil {
 		return nil, public(err)
 	}
@@ -107,12 +107,12 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 // operations on the set fail with ErrNoProcessSet. It is a *UsageError if the set is nil, is the set of all
 // ranks or was removed before, or if HOROVOD_DYNAMIC_PROCESS_SETS is 0. The option On may be omitted, because
 // the set belongs to an engine.
-func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
+func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...RemoveProcessSetOption) error {
 	if set == nil || set.engine == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: errNoSet}
 	}
-	c, err := prepare(message.RemoveProcessSet, tensor.Invalid, false,
-		append([]Option{On(set.engine)}, opts...))
+	c, err := prepare(message.RemoveProcessSet, tensor.Invalid,
+		append([]RemoveProcessSetOption{On(set.engine)}, opts...))
 	if err == nil && c.engine != set.engine {
 		err = c.Misuse(ofAnotherEngine, set)
 	}

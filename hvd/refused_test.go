@@ -18,7 +18,7 @@ import (
 type refusal struct {
 	title string
 	op    string
-	do    func(name hvd.Option) error
+	do    func(name hvd.NameOption) error
 	is    error // an error that errors.Is must find in the error of the call, or nil
 	want  string
 }
@@ -33,45 +33,49 @@ type world struct {
 	others  *hvd.ProcessSet // belongs to another engine
 }
 
-func (w *world) allreduce(opts ...hvd.Option) error {
-	_, err := hvd.Allreduce(w.ctx, []float32{1}, append(opts, hvd.On(w.e))...)
+func (w *world) allreduce(opts ...any) error {
+	_, err := hvd.Allreduce(w.ctx, []float32{1}, as[hvd.AllreduceOption](append(opts, hvd.On(w.e)))...)
 	return err
 }
 
-func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
-	_, _, err := hvd.Alltoall(w.ctx, make([]float32, rows), splits, append(opts, hvd.On(w.e))...)
+func (w *world) alltoall(rows int, splits []int, opts ...any) error {
+	_, _, err := hvd.Alltoall(w.ctx, make([]float32, rows), splits, as[hvd.MoveOption](append(opts,
+		hvd.On(w.e)))...)
 	return err
 }
 
 // over returns calls on set, one for each operation. Each call must be refused. Its error must contain the
 // text want, and errors.Is must find the argument is in it unless that is nil.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
-	f := func(op string, do func(opts ...hvd.Option) error) refusal {
-		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) },
+	f := func(op string, do func(opts ...any) error) refusal {
+		return refusal{title + ": " + op, op, func(name hvd.NameOption) error {
+			return do(name,
+				hvd.Over(set))
+		},
 			is, want}
 	}
 	return []refusal{
-		f("allreduce", func(o ...hvd.Option) error {
-			_, err := hvd.Allreduce(w.ctx, []int32{1}, o...)
+		f("allreduce", func(o ...any) error {
+			_, err := hvd.Allreduce(w.ctx, []int32{1}, as[hvd.AllreduceOption](o)...)
 			return err
 		}),
-		f("allgather", func(o ...hvd.Option) error {
-			_, err := hvd.Allgather(w.ctx, []int32{1}, o...)
+		f("allgather", func(o ...any) error {
+			_, err := hvd.Allgather(w.ctx, []int32{1}, as[hvd.MoveOption](o)...)
 			return err
 		}),
-		f("broadcast", func(o ...hvd.Option) error {
-			_, err := hvd.Broadcast(w.ctx, []int32{1}, set.Ranks()[0], o...)
+		f("broadcast", func(o ...any) error {
+			_, err := hvd.Broadcast(w.ctx, []int32{1}, set.Ranks()[0], as[hvd.MoveOption](o)...)
 			return err
 		}),
-		f("alltoall", func(o ...hvd.Option) error {
-			_, _, err := hvd.Alltoall(w.ctx, []int32{}, nil, o...)
+		f("alltoall", func(o ...any) error {
+			_, _, err := hvd.Alltoall(w.ctx, []int32{}, nil, as[hvd.MoveOption](o)...)
 			return err
 		}),
-		f("reducescatter", func(o ...hvd.Option) error {
-			_, err := hvd.Reducescatter(w.ctx, []int32{1}, o...)
+		f("reducescatter", func(o ...any) error {
+			_, err := hvd.Reducescatter(w.ctx, []int32{1}, as[hvd.ReduceOption](o)...)
 			return err
 		}),
-		f("barrier", func(o ...hvd.Option) error { return hvd.Barrier(w.ctx, o...) }),
+		f("barrier", func(o ...any) error { return hvd.Barrier(w.ctx, as[hvd.BarrierOption](o)...) }),
 	}
 }
 
@@ -79,14 +83,15 @@ func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusa
 // tensor.
 func (w *world) beforeEnqueue() []refusal {
 	e, ctx, size := w.e, w.ctx, w.e.Size()
-	broadcast := func(root int, opts ...hvd.Option) func(hvd.Option) error {
-		return func(name hvd.Option) error {
-			_, err := hvd.Broadcast(ctx, []int32{1}, root, append(opts, name, hvd.On(e))...)
+	broadcast := func(root int, opts ...any) func(hvd.NameOption) error {
+		return func(name hvd.NameOption) error {
+			_, err := hvd.Broadcast(ctx, []int32{1}, root, as[hvd.MoveOption](append(opts, name,
+				hvd.On(e)))...)
 			return err
 		}
 	}
-	alltoall := func(rows int, splits ...int) func(hvd.Option) error {
-		return func(name hvd.Option) error { return w.alltoall(rows, splits, name) }
+	alltoall := func(rows int, splits ...int) func(hvd.NameOption) error {
+		return func(name hvd.NameOption) error { return w.alltoall(rows, splits, name) }
 	}
 	cut := func(s ...int) []int { return s[:size] }
 	cases := []refusal{
@@ -94,11 +99,11 @@ func (w *world) beforeEnqueue() []refusal {
 			fmt.Sprintf("got root rank %d, want a rank of %v", size, e.ProcessSets()[0])},
 		{"root: negative", "broadcast", broadcast(-1), nil, fmt.Sprintf("got root rank -1, want a rank of %v",
 			e.ProcessSets()[0])},
-		{"root: not in the set", "broadcast", func(name hvd.Option) error {
+		{"root: not in the set", "broadcast", func(name hvd.NameOption) error {
 			_, err := hvd.Broadcast(ctx, []int32{1}, 0, name, hvd.Over(w.own))
 			return err
 		}, nil, fmt.Sprintf("got root rank 0, want a rank of %v", w.own)},
-		{"splits: too many for the set", "alltoall", func(name hvd.Option) error {
+		{"splits: too many for the set", "alltoall", func(name hvd.NameOption) error {
 			_, _, err := hvd.Alltoall(ctx, []int32{1}, cut(1, 0, 0), name, hvd.Over(w.own))
 			return err
 		}, nil, fmt.Sprintf("got %d splits, want one for each of 1 ranks", size)},
@@ -106,7 +111,7 @@ func (w *world) beforeEnqueue() []refusal {
 			fmt.Sprintf("got %d splits, want one for each of %d ranks", size-1, size)},
 		{"splits: too many", "alltoall", alltoall(size, append(cut(1, 1, 1), 0)...), nil,
 			fmt.Sprintf("got %d splits, want one for each of %d ranks", size+1, size)},
-		{"splits: none, not nil", "alltoall", func(name hvd.Option) error {
+		{"splits: none, not nil", "alltoall", func(name hvd.NameOption) error {
 			return w.alltoall(size, []int{}, name)
 		}, nil, fmt.Sprintf("got 0 splits, want one for each of %d ranks", size)},
 		{"splits: negative", "alltoall", alltoall(5, cut(6, -1, 0)...), nil,
@@ -117,11 +122,11 @@ func (w *world) beforeEnqueue() []refusal {
 			fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(3, 3, 0))},
 		{"splits: sum overflows", "alltoall", alltoall(5, cut(math.MaxInt, math.MaxInt, 2)...), nil,
 			"want non-negative numbers with a sum of at most 5, the number of rows"},
-		{"splits: not divisible", "alltoall", func(name hvd.Option) error {
+		{"splits: not divisible", "alltoall", func(name hvd.NameOption) error {
 			return w.alltoall(size+1, nil, name)
 		}, nil, fmt.Sprintf("got %d rows, which cannot be split evenly between %d ranks: pass splits", size+1,
 			size)},
-		{"reducescatter: adasum", "reducescatter", func(name hvd.Option) error {
+		{"reducescatter: adasum", "reducescatter", func(name hvd.NameOption) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.Op(hvd.Adasum), name, hvd.On(e))
 			return err
 		}, nil, "got reduction adasum, which only allreduce supports"},
@@ -136,37 +141,40 @@ func (w *world) beforeEnqueue() []refusal {
 // ofOptions returns calls whose options contradict the operation, the tensor or each other.
 func (w *world) ofOptions() []refusal {
 	e, ctx := w.e, w.ctx
-	allreduce := func(title, want string, opts ...hvd.Option) refusal {
-		return refusal{title, "allreduce", func(name hvd.Option) error {
+	allreduce := func(title, want string, opts ...any) refusal {
+		return refusal{title, "allreduce", func(name hvd.NameOption) error {
 			return w.allreduce(append(opts, name)...)
 		}, nil, want}
 	}
-	integers := func(opts ...hvd.Option) func(hvd.Option) error {
-		return func(name hvd.Option) error {
-			_, err := hvd.Allreduce(ctx, []int32{1}, append(opts, name, hvd.On(e))...)
+	integers := func(opts ...any) func(hvd.NameOption) error {
+		return func(name hvd.NameOption) error {
+			_, err := hvd.Allreduce(ctx, []int32{1}, as[hvd.AllreduceOption](append(opts, name,
+				hvd.On(e)))...)
 			return err
 		}
 	}
-	bools := func(opts ...hvd.Option) func(hvd.Option) error {
-		return func(name hvd.Option) error {
-			_, err := hvd.Allreduce(ctx, []bool{true}, append(opts, name, hvd.On(e))...)
+	bools := func(opts ...any) func(hvd.NameOption) error {
+		return func(name hvd.NameOption) error {
+			_, err := hvd.Allreduce(ctx, []bool{true}, as[hvd.AllreduceOption](append(opts, name,
+				hvd.On(e)))...)
 			return err
 		}
 	}
-	group := func(xs [][]float32, opts ...hvd.Option) func(hvd.Option) error {
-		return func(name hvd.Option) error {
-			_, err := hvd.GroupedAllreduce(ctx, xs, append(opts, name, hvd.On(e))...)
+	group := func(xs [][]float32, opts ...any) func(hvd.NameOption) error {
+		return func(name hvd.NameOption) error {
+			_, err := hvd.GroupedAllreduce(ctx, xs, as[hvd.GroupedAllreduceOption](append(opts, name,
+				hvd.On(e)))...)
 			return err
 		}
 	}
 	return []refusal{
 		allreduce("set: nil", "process set is nil", hvd.Over(nil)),
-		{"engine: nil", "allreduce", func(name hvd.Option) error {
+		{"engine: nil", "allreduce", func(name hvd.NameOption) error {
 			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(nil))
 			return err
 		}, nil, "engine is nil"},
 		allreduce("set: empty", "process set is nil or a zero ProcessSet", hvd.Over(new(hvd.ProcessSet))),
-		{"engine: empty", "allreduce", func(name hvd.Option) error {
+		{"engine: empty", "allreduce", func(name hvd.NameOption) error {
 			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(new(hvd.Engine)))
 			return err
 		}, nil, "engine is nil or a zero Engine"},
@@ -191,11 +199,6 @@ func (w *world) ofOptions() []refusal {
 			"option ErrorFeedback needs option CompressFP16 or CompressBF16", hvd.ErrorFeedback()),
 		allreduce("timeout: 0", "got timeout 0s, want more than 0", hvd.Timeout(0)),
 		allreduce("timeout: negative", "got timeout -1s, want more than 0", hvd.Timeout(-time.Second)),
-		allreduce("option: Shapes", "option Shapes does not apply to a single tensor: use Shape",
-			hvd.Shapes([]int{1})),
-		allreduce("option: Empty", "option Empty does not apply to this operation", hvd.Empty()),
-		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil,
-			"option Shape does not apply to a group: use Shapes"},
 		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil,
 			"got 1 shapes, want one for each of 2 tensors"},
 		{"option: no shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes()), nil,
@@ -203,18 +206,7 @@ func (w *world) ofOptions() []refusal {
 		{"group: one shape is wrong", "allreduce",
 			group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil,
 			"shape [3] does not match the tensor, which has 1 elements"},
-		{"option: Op of a broadcast", "broadcast", func(name hvd.Option) error {
-			_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), name, hvd.On(e))
-			return err
-		}, nil, "option Op does not apply to this operation"},
-		{"option: compression of a reducescatter", "reducescatter", func(name hvd.Option) error {
-			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.CompressBF16(), name, hvd.On(e))
-			return err
-		}, nil, "option CompressFP16 or CompressBF16 does not apply to this operation"},
-		{"option: InPlace of a barrier", "barrier", func(name hvd.Option) error {
-			return hvd.Barrier(ctx, hvd.InPlace(), name, hvd.On(e))
-		}, nil, "option InPlace does not apply to this operation"},
-		{"in place: no room for all ranks", "allgather", func(name hvd.Option) error {
+		{"in place: no room for all ranks", "allgather", func(name hvd.NameOption) error {
 			_, err := hvd.Allgather(ctx, make([]int32, e.Size()+1), hvd.InPlace(), name, hvd.On(e))
 			return err
 		}, nil, fmt.Sprintf("got %d elements in place, want a multiple of the number of ranks, %d",
@@ -288,15 +280,15 @@ func checkRefusal(t *testing.T, c refusal, tensor string) {
 func TestRefusedNames(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		for _, c := range []struct {
-			opts []hvd.Option
+			opts []any
 			want string
 		}{
-			{[]hvd.Option{hvd.Name(strings.Repeat("n", 5000))}, "5000 bytes"},
-			{[]hvd.Option{hvd.Name("bad\xff")}, "not UTF-8"},
-			{[]hvd.Option{hvd.Op(99)}, "hvd: allreduce: "},
-			{[]hvd.Option{hvd.Op(99), hvd.Name("later")}, `hvd: allreduce "later": `},
+			{[]any{hvd.Name(strings.Repeat("n", 5000))}, "5000 bytes"},
+			{[]any{hvd.Name("bad\xff")}, "not UTF-8"},
+			{[]any{hvd.Op(99)}, "hvd: allreduce: "},
+			{[]any{hvd.Op(99), hvd.Name("later")}, `hvd: allreduce "later": `},
 		} {
-			_, err := hvd.Allreduce(ctx, []int32{1}, append(c.opts, hvd.On(e))...)
+			_, err := hvd.Allreduce(ctx, []int32{1}, as[hvd.AllreduceOption](append(c.opts, hvd.On(e)))...)
 			var misuse *hvd.UsageError
 			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("got error %v, want a UsageError with %q", err, c.want)
@@ -306,9 +298,11 @@ func TestRefusedNames(t *testing.T) {
 		// bytes.
 		const group = 4096 - len("_10of10") + 1
 		for _, more := range []int{0, 1} {
-			opts := []hvd.Option{hvd.Name(strings.Repeat("n", group-1+more)), hvd.On(e)}
-			_, gather := hvd.GroupedAllgather(ctx, slices.Repeat([][]int32{{1}}, 10), opts...)
-			_, scatter := hvd.GroupedReducescatter(ctx, slices.Repeat([][]int32{{1}}, 10), opts...)
+			opts := []any{hvd.Name(strings.Repeat("n", group-1+more)), hvd.On(e)}
+			_, gather := hvd.GroupedAllgather(ctx, slices.Repeat([][]int32{{1}}, 10),
+				as[hvd.GroupedMoveOption](opts)...)
+			_, scatter := hvd.GroupedReducescatter(ctx, slices.Repeat([][]int32{{1}}, 10),
+				as[hvd.GroupedReduceOption](opts)...)
 			for _, err := range []error{gather, scatter} {
 				var misuse *hvd.UsageError
 				if errors.As(err, &misuse) != (more > 0) ||
@@ -481,19 +475,38 @@ func TestNotInitialized(t *testing.T) {
 
 // everyOperation returns a map from the name of each operation to a function. The function calls the
 // operation with opts and returns its error.
-func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() error {
+func everyOperation(ctx context.Context, opts ...any) map[string]func() error {
 	return map[string]func() error{
-		"allreduce": func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },
-		"allgather": func() error { _, err := hvd.Allgather(ctx, []int32{1}, opts...); return err },
-		"broadcast": func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 0, opts...); return err },
-		"alltoall": func() error {
-			_, _, err := hvd.Alltoall(ctx, []int32{}, nil, opts...)
+		"allreduce": func() error {
+			_, err := hvd.Allreduce(ctx, []int32{1},
+				as[hvd.AllreduceOption](opts)...)
 			return err
 		},
-		"reducescatter":   func() error { _, err := hvd.Reducescatter(ctx, []int32{1}, opts...); return err },
-		"barrier":         func() error { return hvd.Barrier(ctx, opts...) },
-		"join":            func() error { _, err := hvd.Join(ctx, opts...); return err },
-		"add process set": func() error { _, err := hvd.AddProcessSet(ctx, []int{0}, opts...); return err },
+		"allgather": func() error {
+			_, err := hvd.Allgather(ctx, []int32{1},
+				as[hvd.MoveOption](opts)...)
+			return err
+		},
+		"broadcast": func() error {
+			_, err := hvd.Broadcast(ctx, []int32{1}, 0,
+				as[hvd.MoveOption](opts)...)
+			return err
+		},
+		"alltoall": func() error {
+			_, _, err := hvd.Alltoall(ctx, []int32{}, nil, as[hvd.MoveOption](opts)...)
+			return err
+		},
+		"reducescatter": func() error {
+			_, err := hvd.Reducescatter(ctx, []int32{1},
+				as[hvd.ReduceOption](opts)...)
+			return err
+		},
+		"barrier": func() error { return hvd.Barrier(ctx, as[hvd.BarrierOption](opts)...) },
+		"join":    func() error { _, err := hvd.Join(ctx, as[hvd.JoinOption](opts)...); return err },
+		"add process set": func() error {
+			_, err := hvd.AddProcessSet(ctx, []int{0}, as[hvd.AddProcessSetOption](opts)...)
+			return err
+		},
 	}
 }
 

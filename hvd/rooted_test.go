@@ -20,9 +20,9 @@ func TestReduce(t *testing.T) {
 	})
 }
 
-func checkReduce(ctx context.Context, t *testing.T, e *hvd.Engine, root, n int, opts ...hvd.Option) {
+func checkReduce(ctx context.Context, t *testing.T, e *hvd.Engine, root, n int, opts ...any) {
 	x := fill[float32](n, e.Rank())
-	got, err := hvd.Reduce(ctx, x, root, append(opts, hvd.Op(hvd.Max), hvd.On(e))...)
+	got, err := hvd.Reduce(ctx, x, root, as[hvd.ReduceOption](append(opts, hvd.Op(hvd.Max), hvd.On(e)))...)
 	if err != nil {
 		t.Errorf("rank %d: reduce of %d elements to rank %d: %v", e.Rank(), n, root, err)
 		return
@@ -65,14 +65,14 @@ func TestScatter(t *testing.T) {
 		whole := fill[int16](8, 1)
 		var x []int16
 		var splits []int
-		opts := []hvd.Option{hvd.On(e)}
+		opts := []any{hvd.On(e)}
 		switch e.Rank() {
 		case 1:
 			x, splits, opts = whole, []int{0, 1, 2}, append(opts, hvd.Shape(4, 2))
 		case 2:
 			x, splits, opts = []int16{1}, []int{9}, append(opts, hvd.Shape(5, 5))
 		}
-		got, err := hvd.Scatter(ctx, x, splits, 1, opts...)
+		got, err := hvd.Scatter(ctx, x, splits, 1, as[hvd.GatherOption](opts)...)
 		if want := whole[[]int{0, 0, 2}[e.Rank()]:][:2*e.Rank()]; err != nil || !slices.Equal(got, want) {
 			t.Errorf("rank %d: got %v and error %v, want %v", e.Rank(), got, err, want)
 		}
@@ -107,9 +107,6 @@ func TestRootedRefused(t *testing.T) {
 		}
 		if _, err := hvd.Scatter(ctx, x[:1], nil, e.Rank(), hvd.Shape(), hvd.On(e)); !errors.As(err, &usage) {
 			t.Errorf("scatter of a scalar: got error %v, want a UsageError", err)
-		}
-		if _, _, err := hvd.Gather(ctx, x, 0, hvd.InPlace(), hvd.On(e)); !errors.As(err, &usage) {
-			t.Errorf("gather in place: got error %v, want a UsageError", err)
 		}
 		checkUsable(ctx, t, e.ProcessSets()[0], "types")
 	})

@@ -39,7 +39,8 @@ func initLogged(t *testing.T, log *zap.Logger, all map[string]string, ranks ...m
 	errs := make([]error, len(ranks))
 	var wg sync.WaitGroup
 	for r, own := range ranks {
-		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithLogger(log), hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)),
+		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithLogger(writesTo(log.Core())),
+			hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)),
 			hvd.WithSetting("HOROVOD_SIZE", fmt.Sprint(len(ranks)))}
 		for _, settings := range []map[string]string{all, own} {
 			for name, value := range settings {

@@ -158,11 +158,11 @@ func TestOperationTimeout(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		title    string
-		opts     []hvd.Option
+		opts     []any
 		settings []string
 	}{
 		{"by setting", nil, []string{"HVD_OPERATION_TIMEOUT_SECONDS", shortSeconds}},
-		{"by option", []hvd.Option{hvd.Timeout(short)}, []string{"HVD_OPERATION_TIMEOUT_SECONDS", "3000"}},
+		{"by option", []any{hvd.Timeout(short)}, []string{"HVD_OPERATION_TIMEOUT_SECONDS", "3000"}},
 	} {
 		t.Run(c.title, func(t *testing.T) {
 			modes(t, func(t *testing.T, mode []string) {
@@ -172,8 +172,9 @@ func TestOperationTimeout(t *testing.T) {
 					if e.Rank() == 1 {
 						<-e.Done()
 					}
-					_, _, err := hvd.Alltoall(ctx, []int32{1, 2, 3}, nil, append(c.opts, hvd.Name("late"),
-						hvd.On(e))...)
+					_, _, err := hvd.Alltoall(ctx, []int32{1, 2, 3}, nil,
+						as[hvd.MoveOption](append(c.opts, hvd.Name("late"),
+							hvd.On(e)))...)
 					wantTimeout(t, e, err, 1, `alltoall "late"`)
 					var peer *hvd.PeerError
 					<-e.Done() // closed only after the results of all operations are set

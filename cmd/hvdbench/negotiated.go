@@ -21,7 +21,7 @@ func (negotiated) String() string { return "negotiated" }
 
 func (p negotiated) prepare(s opSpec, name string, buf []byte) (*action, error) {
 	if s.kind == message.Barrier {
-		opts := []hvd.Option{hvd.On(p.Engine), hvd.Name(name)}
+		opts := []hvd.BarrierOption{hvd.On(p.Engine), hvd.Name(name)}
 		return &action{
 			run: func(ctx context.Context) error { return hvd.Barrier(ctx, opts...) },
 			ran: func() (ways, error) { return nil, nil },
@@ -103,7 +103,7 @@ func deviceTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string,
 		Stream: o.stream}
 	out := in
 	out.Pointer = o.output
-	opts := []hvd.Option{hvd.On(e), hvd.Name(name), hvd.Op(hvd.ReduceOp(s.op))}
+	opts := []cuda.AllreduceOption{hvd.On(e), hvd.Name(name), hvd.Op(hvd.ReduceOp(s.op))}
 	return func(ctx context.Context) error { return cuda.Allreduce(ctx, in, out, opts...) }
 }
 
@@ -119,39 +119,39 @@ var typed = map[tensor.DType]ofType{
 // prepareTyped prepares an operation on elements of type T.
 func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error) {
 	x := tensor.View[T](buf)
-	opts := []hvd.Option{hvd.On(e), hvd.Name(name)}
+	allreduces := []hvd.AllreduceOption{hvd.On(e), hvd.Name(name), hvd.Op(hvd.ReduceOp(s.op))}
+	reduces := []hvd.ReduceOption{hvd.On(e), hvd.Name(name), hvd.Op(hvd.ReduceOp(s.op))}
+	moves := []hvd.MoveOption{hvd.On(e), hvd.Name(name)}
 	if s.inPlace {
-		opts = append(opts, hvd.InPlace())
-	}
-	if s.kind.Reduces() {
-		opts = append(opts, hvd.Op(hvd.ReduceOp(s.op)))
+		allreduces, reduces = append(allreduces, hvd.InPlace()), append(reduces, hvd.InPlace())
+		moves = append(moves, hvd.InPlace())
 	}
 	var out []T
 	a := &action{result: func() []byte { return tensor.Bytes(out) }}
 	switch s.kind {
 	case message.Allreduce:
 		a.run = func(ctx context.Context) (err error) {
-			out, err = hvd.Allreduce(ctx, x, opts...)
+			out, err = hvd.Allreduce(ctx, x, allreduces...)
 			return err
 		}
 	case message.Allgather:
 		a.run = func(ctx context.Context) (err error) {
-			out, err = hvd.Allgather(ctx, x, opts...)
+			out, err = hvd.Allgather(ctx, x, moves...)
 			return err
 		}
 	case message.Broadcast:
 		a.run = func(ctx context.Context) (err error) {
-			out, err = hvd.Broadcast(ctx, x, s.root, opts...)
+			out, err = hvd.Broadcast(ctx, x, s.root, moves...)
 			return err
 		}
 	case message.Reducescatter:
 		a.run = func(ctx context.Context) (err error) {
-			out, err = hvd.Reducescatter(ctx, x, opts...)
+			out, err = hvd.Reducescatter(ctx, x, reduces...)
 			return err
 		}
 	case message.Alltoall:
 		a.run = func(ctx context.Context) (err error) {
-			out, _, err = hvd.Alltoall(ctx, x, nil, opts...)
+			out, _, err = hvd.Alltoall(ctx, x, nil, moves...)
 			return err
 		}
 	default:
@@ -165,10 +165,10 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []
 func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, prefix string, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	xs := make([][]T, len(tensors))
-	opts := make([][]hvd.Option, len(tensors))
+	opts := make([][]hvd.AllreduceOption, len(tensors))
 	for i, t := range tensors {
 		xs[i] = tensor.View[T](t.buf)
-		opts[i] = []hvd.Option{hvd.On(e), hvd.Name(prefix + t.name), hvd.Op(hvd.Sum), hvd.InPlace()}
+		opts[i] = []hvd.AllreduceOption{hvd.On(e), hvd.Name(prefix + t.name), hvd.Op(hvd.Sum), hvd.InPlace()}
 	}
 	switch mode {
 	case perTensor:
@@ -198,7 +198,8 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, prefix string, te
 	case bucketed:
 		return stepBuckets[T](e, prefix, tensors, flats)
 	case grouped:
-		group := []hvd.Option{hvd.On(e), hvd.Name(prefix + "group"), hvd.Op(hvd.Sum), hvd.InPlace()}
+		group := []hvd.GroupedAllreduceOption{hvd.On(e), hvd.Name(prefix + "group"), hvd.Op(hvd.Sum),
+			hvd.InPlace()}
 		return func(ctx context.Context) error {
 			_, err := hvd.GroupedAllreduce(ctx, xs, group...)
 			return err
@@ -214,10 +215,10 @@ func stepBuckets[T tensor.Element](e *hvd.Engine, prefix string, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	reduce := make([]*hvd.Handle[[]T], len(flats))
 	xs := make([][]T, len(flats))
-	opts := make([][]hvd.Option, len(flats))
+	opts := make([][]hvd.AllreduceOption, len(flats))
 	for b, f := range flats {
 		xs[b] = tensor.View[T](f.buf)
-		opts[b] = []hvd.Option{hvd.On(e), hvd.Name(prefix + f.name), hvd.Op(hvd.Sum), hvd.InPlace()}
+		opts[b] = []hvd.AllreduceOption{hvd.On(e), hvd.Name(prefix + f.name), hvd.Op(hvd.Sum), hvd.InPlace()}
 	}
 	first := buckets(tensors)
 	return func(ctx context.Context) (err error) {

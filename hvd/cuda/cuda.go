@@ -41,6 +41,40 @@ type Buffer[T hvd.Element] struct {
 	Stream uintptr
 }
 
+// These are the options of the operations. They are those of package hvd, without InPlace.
+type (
+	// An AllreduceOption is an option of Allreduce.
+	AllreduceOption interface {
+		hvd.AllreduceOption
+		hvd.DeviceOption
+	}
+	// A ReduceOption is an option of Reduce and Reducescatter.
+	ReduceOption interface {
+		hvd.ReduceOption
+		hvd.DeviceOption
+	}
+	// A MoveOption is an option of Allgather, Broadcast, Alltoall, Gather and Scatter.
+	MoveOption interface {
+		hvd.MoveOption
+		hvd.DeviceOption
+	}
+	// A GroupedAllreduceOption is an option of GroupedAllreduce.
+	GroupedAllreduceOption interface {
+		hvd.GroupedAllreduceOption
+		hvd.DeviceOption
+	}
+	// A GroupedReduceOption is an option of GroupedReducescatter.
+	GroupedReduceOption interface {
+		hvd.GroupedReduceOption
+		hvd.DeviceOption
+	}
+	// A GroupedMoveOption is an option of GroupedAllgather.
+	GroupedMoveOption interface {
+		hvd.GroupedMoveOption
+		hvd.DeviceOption
+	}
+)
+
 // single returns an operation on one tensor.
 func single[T hvd.Element](kind message.Kind, in, out Buffer[T]) *ondevice.Operation {
 	return &ondevice.Operation{Kind: kind, DType: tensor.Of[T](), In: []ondevice.Buffer{ondevice.Buffer(in)},

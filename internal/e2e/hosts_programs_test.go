@@ -401,9 +401,10 @@ func checkLarge(ctx context.Context, round, me, n int) error {
 			want[k] += v
 		}
 	}
-	for _, options := range [][]hvd.Option{{hvd.Name("6 MiB")},
+	for _, options := range [][]any{{hvd.Name("6 MiB")},
 		{hvd.Name("compressed 6 MiB"), hvd.CompressFP16()}} {
-		got, err := hvd.Allreduce(ctx, contribution(me), append(options, hvd.Op(hvd.Sum))...)
+		got, err := hvd.Allreduce(ctx, contribution(me), as[hvd.AllreduceOption](append(options,
+			hvd.Op(hvd.Sum)))...)
 		if err := check("large allreduce", got, want, err); err != nil {
 			return err
 		}
@@ -437,4 +438,13 @@ func clock() int64 {
 		return 0 // unreachable, because every kernel has this clock
 	}
 	return t.Nano()
+}
+
+// as converts options to those of an operation. It panics if one does not apply.
+func as[O any](options []any) []O {
+	all := make([]O, len(options))
+	for i, o := range options {
+		all[i] = o.(O)
+	}
+	return all
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/exec"
 	"slices"
@@ -15,9 +16,6 @@ import (
 	"syscall"
 	"testing"
 	"time"
-
-	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -124,11 +122,18 @@ func dies(ctx context.Context) int {
 
 // follows returns a logger that calls reached with each message and drops it. Init logs a message at each of
 // its steps.
-func follows(reached func(step string)) *zap.Logger {
-	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
-		zapcore.AddSync(io.Discard), zap.DebugLevel)
-	return zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
-}
+func follows(reached func(step string)) *slog.Logger { return slog.New(follower(reached)) }
+
+// follower is a slog.Handler that calls a function with the message of each entry.
+type follower func(message string)
+
+func (f follower) Enabled(_ context.Context, l slog.Level) bool { return l >= slog.LevelDebug }
+
+func (f follower) Handle(_ context.Context, r slog.Record) error { f(r.Message); return nil }
+
+func (f follower) WithAttrs([]slog.Attr) slog.Handler { return f }
+
+func (f follower) WithGroup(string) slog.Handler { return f }
 
 // A rank is killed at a random point of Init. The ranks meet under hvdrun, at a store that outlives the
 // victim, or at a store in rank 0, and use shared memory or TCP. A rank that knew all others when the victim
