@@ -193,12 +193,12 @@ func TestDecodeRefuses(t *testing.T) {
 		return packed(t, text)
 	}
 	for want, text := range map[string][]byte{
-		"EOF":                   nil,
-		"invalid header":        []byte("not packed at all"),
-		"invalid character":     packed(t, []byte("x")),
-		"unexpected end":        packed(t, nil),
-		"format 0":              packed(t, []byte("{}")),
-		"format 2":              with(func(d *analysis.Snapshot) { d.Format = 2 }),
+		"EOF":                                   nil,
+		"invalid header":                        []byte("not packed at all"),
+		"invalid character":                     packed(t, []byte("x")),
+		"unexpected end":                        packed(t, nil),
+		"format 0":                              packed(t, []byte("{}")),
+		"format 2":                              with(func(d *analysis.Snapshot) { d.Format = 2 }),
 		"cannot unmarshal":                      packed(t, []byte(`{"format":"x"}`)),
 		"more than 16777216 uncompressed bytes": packed(t, make([]byte, maxPlainBytes+1)),
 		"7340033 bytes, want at most":           make([]byte, MaxBytes+1),

@@ -241,7 +241,9 @@ type connFrom struct {
 	from string
 }
 
-func (c connFrom) LocalAddr() net.Addr { return net.TCPAddrFromAddrPort(netip.MustParseAddrPort(c.from)) }
+func (c connFrom) LocalAddr() net.Addr {
+	return net.TCPAddrFromAddrPort(netip.MustParseAddrPort(c.from))
+}
 
 // A rank on another host than the root cannot listen at the address of the root's host. It listens at the one
 // from which it has reached the root.
