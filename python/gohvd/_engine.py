@@ -629,7 +629,7 @@ class Engine:
         if wait:
             _library.wait(handle)
         else:
-            quick.hvd_release(handle)
+            quick.hvd_release(handle.value)
         with self._lock:
             self._sets.pop(number, None)
             for other in [r for r in self._registered if r.process_set_id == number]:
