@@ -19,7 +19,8 @@ import (
 // randomOperation returns an operation that ends after the time at. Operations with other numbers have
 // tensors with other names, because the times on a track may not go back.
 func randomOperation(r *rand.Rand, number uint64, at time.Duration) trace.Operation {
-	step := func() time.Duration { at += time.Duration(1 + r.IntN(1e7)); return at }
+	// The file has no Sent that is less than a microsecond after Submitted.
+	step := func() time.Duration { at += time.Microsecond + time.Duration(r.IntN(1e7)); return at }
 	whole := trace.Record{Set: topo.ProcessSetID(r.IntN(2)), Number: number,
 		Kind:    message.Kind(1 + r.IntN(message.NumKinds-1)),
 		Backend: message.Backend(r.IntN(message.NumBackends)), Algorithm: message.Algorithm(r.IntN(8))}
