@@ -111,7 +111,7 @@ func TestImportsPointDownTheTable(t *testing.T) {
 // The packages of the negotiation and the search for settings use no network, clock, lock or goroutine. So
 // they give the same outputs for the same inputs, can be tested without a network, and never wait.
 func TestTheCoreIsPure(t *testing.T) {
-	pure := []string{"controller", "responsecache", "fusion", "autotune", "internal/message",
+	pure := []string{"controller", "internal/elastic", "responsecache", "fusion", "autotune", "internal/message",
 		"internal/tensor", "half", "internal/topo"}
 	// An entry also forbids the packages in folders below it.
 	forbidden := []string{"net", "os", "sync", "log", "math/rand", "context", "runtime", "syscall", "unsafe",

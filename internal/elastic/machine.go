@@ -1,0 +1,636 @@
+package elastic
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Machine decides which processes are the ranks of a job. Each method that tells it of an event returns what
+// the launcher is to do. The times that it gets must not decrease.
+type Machine struct {
+	cfg Config
+	now time.Time
+
+	hosts    []Host // in the order in which they were seen first; a host that is not offered has no slots
+	excluded map[Slot]*exclusion
+	started  map[Slot]int  // how many processes were started at the slot
+	departed map[Slot]bool // the process at the slot has left; the slot stays empty while it is offered
+
+	members []*member // the living processes and the ranks of the newest roster, in the order of their start
+	roster  *Roster   // the newest one, or nil
+	earlier []*Roster // some before the newest one
+	begun   bool      // processes were started
+	noted   int       // how many slots there were in the newest note about them
+	resets  int
+	culprit *Member // the first process that has failed since the newest roster
+
+	waitsSince time.Time // when the job began to wait for slots, or the zero time
+	readySince time.Time // when the first process became ready that is not in a roster yet, or the zero time
+	synced     bool      // some process has had the state of the training
+	finished   bool      // the training has returned in a process
+	ended      bool
+	out        Output
+}
+
+// member is a process.
+type member struct {
+	Member
+	state   state
+	since   uint64 // the generation in which it became a rank, or 0
+	synced  bool   // it has the state of the training
+	done    bool   // the training has returned in the process, so it is no rank of a later roster
+	leaving string // why the process has asked to leave, or ""
+	lost    string // how the process has failed or ended before the training had returned in it, or ""
+}
+
+type state int
+
+const (
+	starting state = iota // the process was started
+	waiting               // it is ready to become a rank
+	active                // it is in the newest roster
+	outside               // it was in a roster and is not in the newest one, so it ends by itself
+	killed                // it has not ended yet
+	dead                  // it has ended, and is in the newest roster
+)
+
+// exclusion says that no process is started at a slot or, with the index -1, on a host.
+type exclusion struct {
+	failures int
+	until    time.Time // the zero time means for ever
+	over     bool
+}
+
+// New returns the machine of a job. The job waits for slots from the time now.
+func New(cfg Config, now time.Time) *Machine {
+	return &Machine{cfg: cfg, now: now, waitsSince: now, excluded: make(map[Slot]*exclusion),
+		started: make(map[Slot]int), departed: make(map[Slot]bool)}
+}
+
+// HasRoster reports whether there have been ranks.
+func (m *Machine) HasRoster() bool { return m.roster != nil }
+
+// Discovered tells which hosts there are now.
+func (m *Machine) Discovered(now time.Time, hosts []Host) Output {
+	m.now = now
+	for i := range m.hosts {
+		m.hosts[i].Slots = 0
+	}
+	for _, h := range hosts {
+		if i := slices.IndexFunc(m.hosts, func(o Host) bool { return o.Name == h.Name }); i >= 0 {
+			m.hosts[i].Slots = h.Slots
+		} else {
+			m.hosts = append(m.hosts, h)
+		}
+	}
+	for s := range m.departed {
+		if !m.offered(s) {
+			delete(m.departed, s)
+		}
+	}
+	for _, k := range m.members {
+		if !m.offered(k.Slot) && (k.state == starting || k.state == waiting) {
+			m.kill(k)
+		}
+	}
+	return m.step()
+}
+
+// Ready tells that process p can become a rank.
+func (m *Machine) Ready(now time.Time, p Member) Output {
+	m.now = now
+	if k := m.find(p); k != nil && k.state == starting {
+		k.state = waiting
+		if m.readySince.IsZero() {
+			m.readySince = now
+		}
+	}
+	return m.step()
+}
+
+// Synced tells that all ranks of a generation have the state of the training. New ranks have got it from
+// others.
+func (m *Machine) Synced(now time.Time, generation uint64) Output {
+	m.now = now
+	for _, k := range m.members {
+		if k.since > 0 && k.since <= generation && k.state <= outside {
+			k.synced, m.synced = true, true
+		}
+	}
+	return m.step()
+}
+
+// Leave tells that process p asks to leave after its current step, for example because its host is about to
+// be taken away.
+func (m *Machine) Leave(now time.Time, p Member, why string) Output {
+	m.now = now
+	if k := m.find(p); k != nil && k.leaving == "" {
+		k.leaving = why
+		m.departed[k.Slot] = true
+	}
+	return m.step()
+}
+
+// Done tells that the training has returned in process p.
+func (m *Machine) Done(now time.Time, p Member) Output {
+	m.now = now
+	if k := m.find(p); k != nil && k.state == active {
+		k.done, m.finished = true, true
+	}
+	return m.step()
+}
+
+// maxEarlier is how many rosters before the newest one are kept, for verdicts that arrive late.
+const maxEarlier = 16
+
+// Processes returns the processes that had the given ranks in a generation. It omits those that it does not
+// know.
+func (m *Machine) Processes(generation uint64, ranks []topo.Rank) (processes []Member) {
+	for _, r := range append(m.earlier, m.roster) {
+		if r == nil || r.Generation != generation {
+			continue
+		}
+		for _, rank := range ranks {
+			if rank >= 0 && int(rank) < len(r.Members) {
+				processes = append(processes, r.Members[rank])
+			}
+		}
+	}
+	return processes
+}
+
+// Failed tells that ranks have found processes that have failed, though they may not have ended.
+func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
+	m.now = now
+	for _, p := range processes {
+		k := m.find(p)
+		if k == nil || k.state >= killed || k.done {
+			continue
+		}
+		if k.state < outside {
+			m.fail(k, why)
+		}
+		m.kill(k)
+	}
+	return m.step()
+}
+
+// Ended tells that process p has ended. status is its exit status, and how describes its end, as in "exited
+// with status 1".
+func (m *Machine) Ended(now time.Time, p Member, status int, how string) Output {
+	m.now = now
+	k := m.find(p)
+	if k == nil || k.state == dead {
+		return m.step()
+	}
+	switch {
+	case k.state == killed:
+	case k.done && status != 0:
+		m.end(fmt.Sprintf("%s: %s after the training", m.title(k), how), &k.Member)
+	case k.done || k.state == outside:
+	case status == 0:
+		m.departed[k.Slot] = true
+		k.lost = how + " before the end of the training"
+	default:
+		m.fail(k, how)
+	}
+	if k.state = dead; m.roster == nil || m.roster.Rank(p) < 0 {
+		m.members = slices.DeleteFunc(m.members, func(o *member) bool { return o == k })
+	}
+	return m.step()
+}
+
+// Tick tells that the time is now. The launcher calls it at the time of Next.
+func (m *Machine) Tick(now time.Time) Output {
+	m.now = now
+	return m.step()
+}
+
+// Next returns when Tick is to be called, or the zero time if only events matter.
+func (m *Machine) Next() (next time.Time) {
+	if m.ended {
+		return next
+	}
+	earlier := func(t time.Time) {
+		if t.After(m.now) && (next.IsZero() || t.Before(next)) {
+			next = t
+		}
+	}
+	if !m.waitsSince.IsZero() {
+		earlier(m.waitsSince.Add(m.cfg.Timeout))
+	}
+	if !m.readySince.IsZero() {
+		earlier(m.readySince.Add(m.patience()))
+	}
+	for _, x := range m.excluded {
+		if !x.over && !x.until.IsZero() {
+			earlier(x.until)
+		}
+	}
+	return next
+}
+
+func (m *Machine) find(p Member) *member {
+	for _, k := range m.members {
+		if k.Member == p {
+			return k
+		}
+	}
+	return nil
+}
+
+// title returns the name of a process for users.
+func (m *Machine) title(k *member) string {
+	if m.roster != nil {
+		if r := m.roster.Rank(k.Member); r >= 0 {
+			return fmt.Sprintf("rank %d (%v)", r, k.Member)
+		}
+	}
+	return k.Member.String()
+}
+
+// fail records that process k has failed, and excludes its slot or host.
+func (m *Machine) fail(k *member, how string) {
+	k.lost = how
+	if m.culprit == nil {
+		m.culprit = &k.Member
+	}
+	if k.state != active {
+		m.note("%v: %s, before it was a rank", k.Member, how)
+	}
+	m.exclude(m.unit(k.Slot))
+	if !m.cfg.ByHost {
+		return
+	}
+	for _, other := range m.members {
+		if other != k && other.Host == k.Host && other.state < outside && !other.done {
+			other.lost = "on the host of " + m.title(k)
+			m.kill(other)
+		}
+	}
+}
+
+// exclude makes no process start at a slot or host for some time.
+func (m *Machine) exclude(unit Slot) {
+	x := m.excluded[unit]
+	if x == nil {
+		x = new(exclusion)
+		m.excluded[unit] = x
+	}
+	x.failures++
+	x.until, x.over = time.Time{}, false
+	if lo, hi := m.cfg.Cooldown[0], m.cfg.Cooldown[1]; hi > 0 {
+		wait := hi
+		if x.failures < 30 {
+			wait = lo<<x.failures + time.Duration(m.cfg.Random()*float64(lo))
+		}
+		x.until = m.now.Add(min(max(wait, lo), hi))
+	}
+}
+
+// unit returns the key of the exclusion of a slot.
+func (m *Machine) unit(s Slot) Slot {
+	if m.cfg.ByHost {
+		s.Index = -1
+	}
+	return s
+}
+
+func (m *Machine) kill(k *member) {
+	k.state = killed
+	m.out.Kill = append(m.out.Kill, k.Member)
+}
+
+func (m *Machine) note(format string, args ...any) {
+	m.out.Notes = append(m.out.Notes, fmt.Sprintf(format, args...))
+}
+
+// end ends the job, unless it has ended. If reason is empty, the job has succeeded.
+func (m *Machine) end(reason string, culprit *Member) {
+	if !m.ended {
+		m.ended = true
+		m.out.End = &End{Reason: reason, Culprit: culprit}
+	}
+}
+
+// offered reports whether discovery has found the slot.
+func (m *Machine) offered(s Slot) bool {
+	return slices.ContainsFunc(m.hosts, func(h Host) bool { return h.Name == s.Host && s.Index < h.Slots })
+}
+
+// isExcluded reports whether no process may be started at the slot because of earlier failures.
+func (m *Machine) isExcluded(s Slot) bool {
+	x := m.excluded[m.unit(s)]
+	if x == nil {
+		return false
+	}
+	x.over = x.over || !x.until.IsZero() && !x.until.After(m.now)
+	return !x.over
+}
+
+// usable returns the slots at which a process runs or may be started, in the order of the hosts.
+func (m *Machine) usable() (slots []Slot) {
+	for _, h := range m.hosts {
+		for i := range h.Slots {
+			if s := (Slot{h.Name, i}); !m.isExcluded(s) && !m.departed[s] {
+				slots = append(slots, s)
+			}
+		}
+	}
+	return slots
+}
+
+// step decides what follows from all events so far.
+func (m *Machine) step() (out Output) {
+	over := m.ended && m.out.End == nil
+	if !m.ended {
+		m.finish()
+	}
+	if !m.ended {
+		m.start()
+		m.form()
+	}
+	out, m.out = m.out, Output{}
+	switch {
+	case over:
+		return Output{}
+	case out.End != nil:
+		out.Start, out.Publish = nil, nil
+	}
+	return out
+}
+
+// finish ends the job if no process is left that has the state of the training.
+func (m *Machine) finish() {
+	ranks, training, synced := 0, 0, 0 // ranks includes those in which the training has returned
+	for _, k := range m.members {
+		if k.state == active && !k.done {
+			training++
+			if k.synced {
+				synced++
+			}
+		}
+		if k.state == active || k.state == outside && k.done {
+			ranks++
+		}
+	}
+	switch {
+	case m.finished && ranks == 0:
+		m.end("", nil)
+	case m.finished && training == 0:
+		for _, k := range m.members { // no rank is left that could give them the state
+			if k.state == starting || k.state == waiting {
+				m.kill(k)
+			}
+		}
+	case m.finished:
+	case m.roster != nil && ranks == 0 && m.culprit == nil:
+		m.end("", nil) // a program without the functions for elastic training
+	case m.roster != nil && (ranks == 0 || m.synced && synced == 0):
+		m.end(fmt.Sprintf("all ranks with the state of the training have ended: %s", m.reason(nil)), m.culprit)
+	case m.roster == nil && m.begun && len(m.members) == 0 && m.culprit == nil:
+		m.end("", nil) // a program that does not join
+	case m.roster == nil && m.begun && len(m.members) == 0:
+		m.end("all processes have ended before they were ranks", m.culprit)
+	}
+}
+
+// start starts processes at free slots.
+func (m *Machine) start() {
+	slots := m.usable()
+	if m.finished || !m.begun && len(slots) < max(m.cfg.Start, m.cfg.Min) {
+		return
+	}
+	if !m.begun {
+		m.begun, m.waitsSince = true, time.Time{}
+	}
+	count, taken := 0, make(map[Slot]bool)
+	for _, k := range m.members {
+		if k.state == dead {
+			continue
+		}
+		taken[k.Slot] = true
+		if k.state < outside && !m.leaves(k) {
+			count++
+		}
+	}
+	for _, s := range slots {
+		if taken[s] || m.cfg.Max > 0 && count >= m.cfg.Max {
+			continue
+		}
+		m.started[s]++
+		count++
+		p := Member{s, m.started[s]}
+		m.members = append(m.members, &member{Member: p})
+		m.out.Start = append(m.out.Start, p)
+	}
+}
+
+// leaves reports whether process k is to be in no later roster.
+func (m *Machine) leaves(k *member) bool { return k.leaving != "" || !m.offered(k.Slot) }
+
+// form publishes a new roster if one is needed and possible.
+func (m *Machine) form() {
+	ranks, changed, lost := m.next()
+	switch {
+	case m.roster == nil && !m.begun:
+		m.awaitSlots()
+	case m.finished && !lost || !changed:
+		m.waitsSince = time.Time{}
+	case m.finished && m.synced && !slices.ContainsFunc(ranks, func(k *member) bool { return k.synced }):
+		m.end("the ranks that are left do not have the state of the training: "+m.reason(nil), m.culprit)
+	case m.finished && len(ranks) > 0:
+		m.publish(ranks, lost) // no process will be added any more, so they finish with any number
+	case len(ranks) < m.cfg.Min && m.roster != nil && !lost:
+		// The ranks of the newest roster go on until there are enough new ones.
+	case len(ranks) < m.cfg.Min:
+		m.pause(len(ranks))
+	case !lost && !m.settled():
+	case m.roster != nil && m.cfg.ResetLimit >= 0 && m.resets >= m.cfg.ResetLimit:
+		m.end(fmt.Sprintf("the number of resets exceeds the limit of %d: %s", m.cfg.ResetLimit,
+			m.reason(ranks)), m.culprit)
+	default:
+		m.publish(ranks, lost)
+	}
+}
+
+// awaitSlots waits for the slots that there must be before any process is started.
+func (m *Machine) awaitSlots() {
+	have, want := len(m.usable()), max(m.cfg.Start, m.cfg.Min)
+	if have != m.noted && m.hosts != nil {
+		verb := "are"
+		if m.noted = have; have == 1 {
+			verb = "is"
+		}
+		m.note("waiting up to %v for %d slots; there %s %d", m.cfg.Timeout, want, verb, have)
+	}
+	m.expire(have, want)
+}
+
+// next returns the members of the next roster, and whether they differ from those of the newest one.
+// Processes in which the training has returned do not count as a difference. lost reports whether a rank of
+// the newest roster has failed.
+func (m *Machine) next() (ranks []*member, changed, lost bool) {
+	var leaving, added []*member
+	synced := !m.synced
+	for _, k := range m.newest() {
+		switch {
+		case k.done:
+		case k.lost != "":
+			lost = true
+		case m.leaves(k):
+			leaving = append(leaving, k)
+		default:
+			ranks, synced = append(ranks, k), synced || k.synced
+		}
+	}
+	for _, k := range m.members {
+		full := m.cfg.Max > 0 && len(ranks)+len(added) >= m.cfg.Max
+		if k.state == waiting && !m.finished && !m.leaves(k) && !full {
+			added = append(added, k)
+		}
+	}
+	if len(leaving) > 0 && !synced {
+		// A rank that is to leave stays until others have the state of the training.
+		leaving = nil
+		ranks = slices.DeleteFunc(m.newest(), func(k *member) bool { return k.done || k.lost != "" })
+		if m.cfg.Max > 0 {
+			added = added[:min(len(added), max(0, m.cfg.Max-len(ranks)))]
+		}
+	}
+	return append(ranks, added...), lost || len(leaving)+len(added) > 0, lost
+}
+
+// newest returns the members of the newest roster, in the order of their ranks.
+func (m *Machine) newest() (ranks []*member) {
+	if m.roster != nil {
+		for _, p := range m.roster.Members {
+			ranks = append(ranks, m.find(p))
+		}
+	}
+	return ranks
+}
+
+// pause makes the job wait until there are enough ranks.
+func (m *Machine) pause(have int) {
+	first := m.roster == nil
+	if first && m.starting() > 0 && len(m.usable()) >= m.cfg.Min && !m.settled() {
+		m.waitsSince = time.Time{}
+		return
+	}
+	if m.waitsSince.IsZero() {
+		m.waitsSince = m.now
+		what := "the training cannot start: "
+		if !first {
+			what = fmt.Sprintf("the training pauses: %s; ", m.reason(nil))
+		}
+		m.note("%sonly %s, and at least %d are needed; waiting up to %v for more", what, ready(have),
+			m.cfg.Min, m.cfg.Timeout)
+	}
+	m.expire(have, m.cfg.Min)
+}
+
+func ready(processes int) string {
+	if processes == 1 {
+		return "1 process is ready"
+	}
+	return fmt.Sprintf("%d processes are ready", processes)
+}
+
+// expire ends the job if it has waited for slots for too long.
+func (m *Machine) expire(have, want int) {
+	if !m.waitsSince.IsZero() && m.now.Sub(m.waitsSince) >= m.cfg.Timeout {
+		m.end(fmt.Sprintf("timed out waiting for slots: got %d, want at least %d, after %v", have, want,
+			m.cfg.Timeout), m.culprit)
+	}
+}
+
+func (m *Machine) starting() (n int) {
+	for _, k := range m.members {
+		if k.state == starting {
+			n++
+		}
+	}
+	return n
+}
+
+// settled reports whether a roster may be formed although no rank has failed, because no other process is
+// about to become ready.
+func (m *Machine) settled() bool {
+	return m.starting() == 0 || !m.readySince.IsZero() && m.now.Sub(m.readySince) >= m.patience()
+}
+
+// patience returns how long a process that is ready waits for others.
+func (m *Machine) patience() time.Duration {
+	if m.roster == nil {
+		return m.cfg.StartTimeout
+	}
+	return m.cfg.Settle
+}
+
+// reason says why the roster of ranks differs from the newest one.
+func (m *Machine) reason(ranks []*member) string {
+	var clauses, added []string
+	for _, k := range m.newest() {
+		switch {
+		case k.done:
+		case k.lost != "":
+			clauses = append(clauses, m.title(k)+": "+k.lost)
+		case slices.Contains(ranks, k):
+		case k.leaving != "":
+			clauses = append(clauses, m.title(k)+" leaves: "+k.leaving)
+		case !m.offered(k.Slot):
+			clauses = append(clauses, m.title(k)+" leaves: its slot is not offered any more")
+		}
+	}
+	for _, k := range ranks {
+		if k.state == waiting {
+			added = append(added, k.Member.String())
+		}
+	}
+	if len(added) > 0 {
+		clauses = append(clauses, "new: "+strings.Join(added, ", "))
+	}
+	return strings.Join(clauses, "; ")
+}
+
+// publish makes the ranks the newest roster.
+func (m *Machine) publish(ranks []*member, lost bool) {
+	r := &Roster{Generation: 1, Lost: lost}
+	for _, k := range ranks {
+		r.Members = append(r.Members, k.Member)
+	}
+	if m.roster != nil {
+		m.earlier = append(m.earlier[max(0, len(m.earlier)+1-maxEarlier):], m.roster)
+		m.resets++
+		r.Generation, r.Reason = m.roster.Generation+1, m.reason(ranks)
+		for _, k := range ranks {
+			if k.state == waiting {
+				r.Change |= Added
+			}
+		}
+		for _, p := range m.roster.Members {
+			if r.Rank(p) < 0 {
+				r.Change |= Removed
+			}
+		}
+	}
+	m.roster, m.out.Publish, m.culprit = r, r, nil
+	m.waitsSince, m.readySince = time.Time{}, time.Time{}
+	for _, k := range m.members {
+		switch {
+		case r.Rank(k.Member) >= 0:
+			if k.state == waiting {
+				k.since = r.Generation
+			}
+			k.state = active
+		case k.state == active:
+			k.state = outside
+		}
+	}
+	m.members = slices.DeleteFunc(m.members, func(k *member) bool { return k.state == dead })
+}
