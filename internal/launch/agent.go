@@ -46,6 +46,7 @@ type agent struct {
 
 	job     hostJob
 	path    string     // path of the program that each rank runs
+	env     []string   // environment that the ranks on this host have in common
 	envs    [][]string // environment of each rank on this host
 	outputs []io.WriteCloser
 
@@ -159,8 +160,8 @@ func (a *agent) accept() error {
 	if err := receive(a.control, maxOrderBytes, &o); err != nil {
 		return err
 	}
-	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 || len(o.Job.Stores) > 0 &&
-		len(o.Job.Secret) != 1 {
+	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 && !o.Job.Restarts ||
+		len(o.Job.Stores) > 0 && len(o.Job.Secret) != 1 {
 		return errors.New("got a malformed first order, want a job with command, ranks and secret")
 	}
 	a.job = *o.Job
@@ -260,7 +261,7 @@ func (a *agent) handleOrders() error {
 				return err
 			}
 		case o.Start != nil:
-			if err := a.restart(*o.Start); err != nil {
+			if err := a.restart(*o.Start, o.Env); err != nil {
 				return err
 			}
 		}
@@ -291,10 +292,17 @@ func (a *agent) begin() {
 	}()
 }
 
-// restart carries out the order to start a rank again. i is the index of the rank on this host.
-func (a *agent) restart(i int) error {
-	if !a.job.Restarts || a.ending || i < 0 || i >= len(a.members) {
+// restart carries out the order to start a rank again. i is the index of the rank on this host. In an elastic
+// job, vars are its variables, and the rank may be new.
+func (a *agent) restart(i int, vars []string) error {
+	if !a.job.Restarts || a.ending || i < 0 || i > len(a.members) || i == len(a.members) && vars == nil {
 		return fmt.Errorf("got an unexpected order to start the rank with index %d", i)
+	}
+	if vars != nil {
+		if i == len(a.members) {
+			a.envs, a.members = append(a.envs, nil), append(a.members, nil)
+		}
+		a.envs[i] = append(without(a.env, vars), vars...)
 	}
 	var outputs []io.WriteCloser
 	for range 2 {
@@ -304,7 +312,9 @@ func (a *agent) restart(i int) error {
 		}
 		outputs = append(outputs, s)
 	}
-	a.members[i].release()
+	if a.members[i] != nil {
+		a.members[i].release()
+	}
 	a.start(a.envs[i:i+1], func(_ int, m *member) { a.members[i] = m }, outputs)
 	return nil
 }
@@ -465,6 +475,7 @@ func (a *agent) prepare() *refusal {
 			env = append(env, schedulerVariable(at.Addr()))
 		}
 	}
+	a.env = env
 	for _, r := range a.job.Ranks {
 		a.envs = append(a.envs, slices.Concat(env, r))
 	}
@@ -480,8 +491,10 @@ func (a *agent) environment() []string {
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
 		given = append(given, "PWD="+a.job.Dir[0])
 	}
-	// The variables of Ranks[0] have the same names as the variables of every other rank.
-	own := without(without(a.environ, given), a.job.Ranks[0])
+	own := without(a.environ, given)
+	if len(a.job.Ranks) > 0 { // the variables of the others have the same names
+		own = without(own, a.job.Ranks[0])
+	}
 	own = slices.DeleteFunc(own, func(v string) bool {
 		name := nameOf(v)
 		return (strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")) && !IsOfHost(name)

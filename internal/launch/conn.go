@@ -49,6 +49,10 @@ type agentConn struct {
 	// returned.
 	ended  chan struct{}
 	silent chan struct{} // closed when stderr was read to its end
+	// closed is closed when no order reaches the agent any more. serving is set when a goroutine sends
+	// orders, and closes closed at its end.
+	closed  chan struct{}
+	serving bool
 
 	// ready is set when the agent can start its ranks, and over when no process of its ranks is left. Only
 	// the supervisor's goroutine uses the two fields.
@@ -59,19 +63,24 @@ type agentConn struct {
 	lost error
 }
 
-// connect starts the agents of all hosts, and for each agent a goroutine that serves the connection to it.
-func (j *job) connect() {
+// connect starts the agents of hosts, and for each agent a goroutine that serves the connection to it.
+func (j *job) connect(conns []*agentConn) {
 	commands := newBatch()
-	jobs, err := j.hostJobs()
+	jobs, err := j.hostJobs(conns)
 	if err == nil {
 		err = j.family.adopt()
 	}
-	for i, c := range j.conns {
+	for i, c := range conns {
 		if err == nil {
 			c.orders <- order{Job: &jobs[i]}
 			err = j.startAgent(commands, c)
 		}
-		if err != nil {
+		switch {
+		case err != nil && j.o.Elastic != nil:
+			c.close()
+			j.writers.Go(func() { j.post(func() { j.loseAgent(c, err) }) })
+			continue
+		case err != nil:
 			j.abort(err)
 			j.setOver(c)
 			c.close()
@@ -80,7 +89,7 @@ func (j *job) connect() {
 		j.writers.Go(func() { j.serveAgent(c) })
 	}
 	j.family.complete(commands)
-	j.commands = commands
+	j.commands = append(j.commands, commands)
 }
 
 // startAgent starts the agent for c.host. The agent is a goroutine in this process, or the command that runs
@@ -132,16 +141,17 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	return nil
 }
 
-// hostJobs returns for each host the job that is sent to its agent in the first order.
-func (j *job) hostJobs() ([]hostJob, error) {
+// hostJobs returns for each of the hosts the job that is sent to its agent in the first order.
+func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
 	})
-	routes := j.routes()
-	jobs := make([]hostJob, len(j.conns))
-	for i, c := range j.conns {
+	routes := j.routes(conns)
+	jobs := make([]hostJob, len(conns))
+	for i, c := range conns {
 		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
-			Scheduler: j.o.Nodes != nil && j.several, Restarts: j.o.Nodes != nil && j.o.Nodes.Restarts > 0}
+			Scheduler: j.o.Nodes != nil && j.several,
+			Restarts:  j.o.Nodes != nil && j.o.Nodes.Restarts > 0 || j.o.Elastic != nil}
 		if j.o.Starter != "" {
 			jobs[i].Grace = j.o.Grace
 		}
@@ -153,7 +163,7 @@ func (j *job) hostJobs() ([]hostJob, error) {
 			jobs[i].Dir = words{dir}
 		}
 		for _, k := range c.ranks {
-			vars := slices.Concat(j.torchVariables(k.number), j.processVariables(k.number))
+			vars := slices.Concat(j.torchVariables(j.places[k.number]), j.processVariables(k.number))
 			if !j.several {
 				vars = append(vars, storeVariables(j.o.StoreAddrs[0])...)
 			}
@@ -172,16 +182,16 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes returns, for each host, the address of this host from which it sends packets to that host. If the
-// address is not known, the entry is invalid, for instance because the name is an alias that only ssh
+// routes returns, for each of the hosts, the address of this host from which it sends packets to that host.
+// If the address is not known, the entry is invalid, for instance because the name is an alias that only ssh
 // understands. The entry of this host itself is the first of the addresses found that is also an address of
 // the store, because this host must reach the store at the same address as the other hosts.
-func (j *job) routes() []netip.Addr {
+func (j *job) routes(conns []*agentConn) []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
 	defer cancel()
-	found := make([]netip.Addr, len(j.conns))
+	found := make([]netip.Addr, len(conns))
 	var searches sync.WaitGroup
-	for i, c := range j.conns {
+	for i, c := range conns {
 		if c.local {
 			continue
 		}
@@ -203,7 +213,7 @@ func (j *job) routes() []netip.Addr {
 	first := slices.IndexFunc(found, func(a netip.Addr) bool {
 		return slices.ContainsFunc(j.o.StoreAddrs, func(s netip.AddrPort) bool { return s.Addr() == a })
 	})
-	for i, c := range j.conns {
+	for i, c := range conns {
 		if first >= 0 && c.local {
 			found[i] = found[first]
 		}
@@ -217,7 +227,10 @@ func (j *job) serveAgent(c *agentConn) {
 	if err != nil {
 		err = j.explain(c, err)
 	}
-	heard := time.Unix(0, c.link.heard.Load())
+	heard := time.Now()
+	if at := c.link.heard.Load(); at != 0 {
+		heard = time.Unix(0, at)
+	}
 	c.close()
 	if err != nil {
 		// If the supervision has ended, all ranks have ended too, so only output can have been lost.
@@ -237,6 +250,9 @@ func (c *agentConn) cutShort(j *job, err error) {
 
 // close closes the link. It also closes the output files of ranks whose streams were not opened.
 func (c *agentConn) close() {
+	if !c.serving {
+		close(c.closed)
+	}
 	if c.link != nil {
 		c.link.Close()
 	}
@@ -269,7 +285,9 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 	if err != nil {
 		return err
 	}
+	c.serving = true
 	j.writers.Go(func() {
+		defer close(c.closed)
 		for {
 			select {
 			case o := <-c.orders:
@@ -298,6 +316,7 @@ func (j *job) openAll(session *session, streams []*stream) error {
 			return err
 		}
 		s.in = in
+		s.opened.Store(true)
 		j.writers.Go(s.run)
 	}
 	return nil
@@ -317,8 +336,8 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			j.post(func() { j.handleReady(c) })
 		case n.Refused != nil:
 			err := n.Refused.error(j, c)
-			j.post(func() { j.abort(err) })
-		case n.Report != nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
+			j.post(func() { j.refused(c, err) })
+		case n.Report != nil && j.o.Elastic == nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
 			return fmt.Errorf("malformed notice from the agent: got rank index %d, want less than %d",
 				n.Rank, len(c.ranks))
 		case n.Report != nil:
@@ -326,7 +345,12 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 				// Use the clock of this host, because the clock of the agent's host may differ.
 				n.Report.At = time.Now().UnixNano()
 			}
-			j.post(func() { j.handleReport(c.ranks[n.Rank], n.Report) })
+			j.post(func() {
+				// In an elastic job, only the supervisor may read c.ranks.
+				if n.Rank >= 0 && n.Rank < len(c.ranks) && c.ranks[n.Rank].conn == c {
+					j.handleReport(c.ranks[n.Rank], n.Report)
+				}
+			})
 		case n.Over:
 			over = true
 			j.post(func() { j.setOver(c) })
@@ -415,7 +439,9 @@ func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
 	go func() {
 		defer close(all)
-		<-j.commands.gone
+		for _, b := range j.commands {
+			<-b.gone
+		}
 		for _, c := range j.conns {
 			if c.local && c.link != nil {
 				<-c.ended

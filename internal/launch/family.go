@@ -140,6 +140,15 @@ func (f *family) kill(pid int) {
 	}
 }
 
+// killGroup kills the process group of a child that the family started, unless the child has been reaped.
+func (f *family) killGroup(pid int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, ok := f.own[pid]; ok {
+		_ = unix.Kill(-pid, unix.SIGKILL)
+	}
+}
+
 // reap reaps children until own is empty and there is no orphan to wait for.
 func (f *family) reap() {
 	for !f.collect() {

@@ -557,9 +557,9 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1,
 			[]string{"without the greeting of an hvdrun agent", "menu"}, ""},
 		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1,
-			[]string{"got version 7 of the agent protocol", "want version 4", "same hvdrun"}, ""},
+			[]string{"got version 7 of the agent protocol", "want version 5", "same hvdrun"}, ""},
 		{"no session", spec{Reach: byShell(`printf '` + helloText +
-			`\0\0\0\4\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1,
+			`\0\0\0\5\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1,
 			[]string{"invalid protocol version"}, ""},
 		{"bad frames", spec{Reach: fake{Notices: []string{strings.Repeat("x", 70_000)}}.reach()}, 1,
 			[]string{"frame of 70000 bytes"}, ""},

@@ -31,6 +31,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	mathrand "math/rand/v2"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -41,8 +42,10 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // MaxRanks is the maximum of Options.NP.
@@ -62,6 +65,8 @@ type Options struct {
 	// Nodes makes the processes of the job the nodes of a parameter server. Then NP is Nodes.Count(). If it
 	// is nil, the processes are ranks.
 	Nodes *Nodes
+	// Elastic makes the job elastic, if it is not nil.
+	Elastic *Elastic
 	// Starter is the title of Command if Command is a launcher, such as mpirun, that starts the ranks itself.
 	// Then NP is 1, Command gets no variables that say which rank it is, and the verdict may name any rank.
 	// A launcher may end with status 0 although a rank has failed, so the job has also failed if Verdict
@@ -283,23 +288,46 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	if len(o.Command) == 0 || o.Command[0] == "" {
 		return Result{}, &OptionError{"command: got none, want a program to run"}
 	}
-	places, err := o.assign()
+	self, err := os.Hostname()
 	if err != nil {
-		return Result{}, err
+		return Result{}, fmt.Errorf("launch: get the name of this host: %w", err)
+	}
+	var places []Assignment
+	if o.Elastic == nil {
+		if places, err = o.assign(self); err != nil {
+			return Result{}, err
+		}
+	} else {
+		o.Elastic.Config.Start, o.Elastic.Config.Random = o.NP, mathrand.Float64
+		if len(o.Hosts) == 0 && o.Elastic.Discovery == nil {
+			o.Hosts = []Host{{Name: self, Slots: o.NP}}
+		}
 	}
 	var id [16]byte
 	rand.Read(id[:]) // never fails
 	j := &job{
-		o: o, places: places, hosts: lastHost(places) + 1, id: hex.EncodeToString(id[:]),
+		o: o, places: places, id: hex.EncodeToString(id[:]),
 		events: make(chan func()), done: make(chan struct{}), surveyed: make(chan struct{}, 1),
 	}
-	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
-	placing := slices.Concat(j.processVariables(0), storeVariables(netip.AddrPort{}))
+	switch {
+	case o.Elastic == nil:
+		j.hosts = lastHost(places) + 1
+		j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
+	default:
+		j.several = o.Elastic.Discovery != nil || len(o.Hosts) > 1 || !IsThisHost(o.Hosts[0].Name)
+	}
+	placing := storeVariables(netip.AddrPort{})
+	if o.Elastic != nil {
+		placing = slices.Concat(placing, rankVariables(topo.Topology{}), j.jobVariables(),
+			[]string{MemberVariable, "HOROVOD_HOSTNAME=", "HOROVOD_ELASTIC="})
+	} else {
+		placing = append(placing, j.processVariables(0)...)
+	}
 	if o.Nodes != nil {
 		placing = append(placing, schedulerVariable(netip.Addr{}))
 	}
-	inherited := without(o.Env,
-		slices.Concat(j.rankVariables(0), j.torchVariables(0), []string{processVariable, "HOROVOD_HOSTNAME="}))
+	inherited := without(o.Env, slices.Concat(rankVariables(topo.Topology{}), j.torchVariables(Assignment{}),
+		[]string{processVariable, MemberVariable, "HOROVOD_HOSTNAME=", "HOROVOD_ELASTIC="}))
 	if j.env, err = merge(inherited, o.Set, placing); err != nil {
 		return Result{}, err
 	}
@@ -308,11 +336,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 
 // assign places the ranks on o.Hosts. It adds this host if there is none, or if only the scheduler of a
 // parameter server runs here, and removes hosts without nodes.
-func (o *Options) assign() (places []Assignment, err error) {
-	self, err := os.Hostname()
-	if err != nil {
-		return nil, fmt.Errorf("launch: get the name of this host: %w", err)
-	}
+func (o *Options) assign(self string) (places []Assignment, err error) {
 	if len(o.Hosts) == 0 {
 		o.Hosts = []Host{{Name: self, Slots: o.NP}}
 	}
@@ -338,21 +362,31 @@ func lastHost(places []Assignment) (last int) {
 // processVariables returns the environment variables that tell process r its place in the job, its host and
 // its job.
 func (j *job) processVariables(r int) []string {
-	job := []string{"HVD_JOB_ID=" + j.id, "HVD_SECRET=" + j.o.Secret}
+	job := j.jobVariables()
 	if j.o.Starter != "" {
 		return job // it starts the ranks on hosts that it chooses
 	}
-	place := j.rankVariables(r)
-	if j.o.Nodes != nil {
+	var place []string
+	switch {
+	case j.o.Elastic != nil:
+		k := j.ranks[r]
+		return append(job, "HOROVOD_HOSTNAME="+k.exit.Host, "HOROVOD_ELASTIC=1", MemberVariable+"="+k.member.Text())
+	case j.o.Nodes != nil:
 		place = j.o.Nodes.variables(r, j.several)
+	default:
+		place = rankVariables(j.places[r].Topology)
 	}
 	return append(append(place, "HOROVOD_HOSTNAME="+j.o.Hosts[j.places[r].Host].Name), job...)
 }
 
-// rankVariables returns the environment variables that tell rank r its number, the number of ranks, and its
+// jobVariables returns the environment variables that tell all processes of which job they are.
+func (j *job) jobVariables() []string {
+	return []string{"HVD_JOB_ID=" + j.id, "HVD_SECRET=" + j.o.Secret}
+}
+
+// rankVariables returns the environment variables that tell a rank its number, the number of ranks, and its
 // local and cross rank.
-func (j *job) rankVariables(r int) []string {
-	p := j.places[r]
+func rankVariables(p topo.Topology) []string {
 	return []string{
 		"HOROVOD_RANK=" + strconv.Itoa(p.Rank),
 		"HOROVOD_SIZE=" + strconv.Itoa(p.Size),
@@ -392,10 +426,11 @@ func without(env, vars []string) []string {
 	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
 }
 
-// torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. It leaves
-// out the variables that the user sets with Options.Set, because the user may want another store.
-func (j *job) torchVariables(r int) []string {
-	addr, p := j.o.TorchStore, j.places[r]
+// torchVariables returns the variables that torch.distributed expects from a launcher, for the rank at place
+// p. It leaves out the variables that the user sets with Options.Set, because the user may want another
+// store.
+func (j *job) torchVariables(p Assignment) []string {
+	addr := j.o.TorchStore
 	if !addr.IsValid() {
 		return nil
 	}
@@ -473,7 +508,8 @@ func valueOf(env []string, name string) (value string) {
 	return value
 }
 
-// rank is the supervisor's state of one rank. Only the supervisor's goroutine uses it.
+// rank is the supervisor's state of one rank, or of one slot of an elastic job. Only the supervisor's
+// goroutine uses it.
 type rank struct {
 	number  int
 	title   string // name of the process in messages, such as rank 3 or server 1
@@ -490,6 +526,13 @@ type rank struct {
 	again    time.Time     // when the rank is to be started again, or the zero time
 	hung     string        // why the newest process has failed without ending, or ""
 	killed   time.Time     // when the launcher has killed that process because of this, until it has ended
+
+	// The fields below are for elastic jobs.
+	member elastic.Member // the newest process
+	waits  bool           // the process member is to be started
+	told   elastic.Member // the newest process of whose end the machine knows
+	past   map[int]Exit   // how the processes ended, by their numbers
+	opened bool           // a process was started, so the streams are in use
 }
 
 // create makes the file with the given name in a folder of the folder dir.
@@ -510,11 +553,7 @@ func (s *stream) create(dir, folder, name string) error {
 // hosts.
 func (j *job) makeRanks() error {
 	for _, h := range j.o.Hosts[:j.hosts] {
-		c := &agentConn{host: h.Name, local: IsThisHost(h.Name), orders: make(chan order, maxOrders)}
-		if !c.local {
-			c.liveness = j.o.Liveness
-		}
-		j.conns = append(j.conns, c)
+		j.conns = append(j.conns, j.newConn(h.Name))
 	}
 	j.waiting, j.open = j.hosts, j.hosts
 	for r, p := range j.places {
@@ -531,21 +570,41 @@ func (j *job) makeRanks() error {
 		if j.o.Nodes != nil {
 			label, folder = k.title, strings.ReplaceAll(k.title, " ", ".")
 		}
-		for i, name := range [2]string{"stdout", "stderr"} {
-			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, done: make(chan struct{})}
-			k.streams[i], k.conn.streams = s, append(k.conn.streams, s)
-			if !j.o.NoPrefix {
-				s.prefix = fmt.Sprintf("[%s]<%s>:", label, name)
-			}
-			if s.err {
-				s.tail = new(tail)
-			}
-			if j.o.OutputDir == "" {
-				continue
-			}
-			if err := s.create(j.o.OutputDir, folder, name); err != nil {
-				return fmt.Errorf("launch: create the output files: %w", err)
-			}
+		if err := j.makeStreams(k, label, folder); err != nil {
+			return err
+		}
+		k.conn.streams = append(k.conn.streams, k.streams[:]...)
+	}
+	return nil
+}
+
+// newConn makes the state of the connection to a host.
+func (j *job) newConn(host string) *agentConn {
+	c := &agentConn{host: host, local: IsThisHost(host), orders: make(chan order, maxOrders),
+		closed: make(chan struct{})}
+	if !c.local {
+		c.liveness = j.o.Liveness
+	}
+	return c
+}
+
+// makeStreams makes the streams and the output files of the first process of k. label is the name of the
+// process in the prefix of its lines, and folder its folder in Options.OutputDir.
+func (j *job) makeStreams(k *rank, label, folder string) error {
+	for i, name := range [2]string{"stdout", "stderr"} {
+		s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, done: make(chan struct{})}
+		k.streams[i] = s
+		if !j.o.NoPrefix {
+			s.prefix = fmt.Sprintf("[%s]<%s>:", label, name)
+		}
+		if s.err {
+			s.tail = new(tail)
+		}
+		if j.o.OutputDir == "" {
+			continue
+		}
+		if err := s.create(j.o.OutputDir, folder, name); err != nil {
+			return fmt.Errorf("launch: create the output files: %w", err)
 		}
 	}
 	return nil

@@ -79,6 +79,7 @@ type spec struct {
 	// Servers, Workers and Restarts describe nodes of a parameter server. NP is the number of ranks if
 	// Servers is 0.
 	Servers, Workers, Restarts int
+	Elastic                    *elasticSpec
 	// wrap, if not empty, is a command that runs the launcher. The launcher's command line is appended to it.
 	wrap   []string
 	dir    string   // working directory of the launcher
@@ -158,8 +159,10 @@ func launcher(text string) int {
 			Root: netip.MustParseAddrPort("127.0.0.1:9")}
 		s.NP = nodes.Count()
 	}
+	e, stop := s.Elastic.options()
+	defer stop()
 	res, err := launch.Run(ctx, launch.Options{
-		Inquiry: inquiry, Nodes: nodes,
+		Inquiry: inquiry, Nodes: nodes, Elastic: e,
 		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret,
 		AgentPath: self(), Reach: hosts.reach,
 		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
@@ -194,6 +197,7 @@ func launcher(text string) int {
 	// must be no leak.
 	if err == nil || !strings.Contains(err.Error(), "standard error was not read") {
 		signal.Stop(signals)
+		stop()
 		if leak := goleak.Find(); leak != nil {
 			fmt.Fprintln(os.Stderr, leak)
 			return lostByLauncher
@@ -220,7 +224,7 @@ func fakeAgent(text string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 2
 	}
-	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x04")
+	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x05")
 	config := yamux.DefaultConfig()
 	config.LogOutput = io.Discard
 	s := must(yamux.Server(struct {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -222,6 +223,10 @@ type stream struct {
 	path      string   // of the copy for --output-filename, or empty
 	file      *os.File // the copy; may be nil
 	tail      *tail    // may be nil
+
+	// unused is closed when no stream of the agent is opened any more. It is nil if the job is not elastic.
+	unused <-chan struct{}
+	opened atomic.Bool // s was opened
 
 	before  *stream       // stream of the process that the rank had before, or nil
 	done    chan struct{} // closed when run has returned

@@ -190,13 +190,31 @@ func (s *stream) next() *stream {
 	return n
 }
 
+// awaitEnd waits until the stream has ended. It returns false if the stream was not opened, because the
+// connection to the agent has ended.
+func (s *stream) awaitEnd() bool {
+	if s.unused != nil {
+		select {
+		case <-s.done:
+			return true
+		case <-s.unused:
+			if !s.opened.Load() {
+				return false
+			}
+		}
+	}
+	<-s.done
+	return true
+}
+
 // follow waits until the stream before s has ended, and then opens the file of s again to append to it.
 func (s *stream) follow() {
 	if s.before == nil {
 		return
 	}
-	<-s.before.done
-	s.fileErr = s.before.fileErr
+	if s.before.awaitEnd() {
+		s.fileErr = s.before.fileErr
+	}
 	s.before = nil
 	if s.path == "" {
 		return

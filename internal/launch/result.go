@@ -27,6 +27,14 @@ func (j *job) result() Result {
 			res.Signal = unix.SIGTERM
 		}
 		res.Status = statusSignal + int(res.Signal)
+	case j.failed && j.o.Elastic != nil:
+		res.Status = 1
+		if j.first >= 0 {
+			res.Roots = []int{j.first}
+			if e := res.Ranks[j.first]; !e.Lost {
+				res.Status = max(e.Status(), 1)
+			}
+		}
 	case j.failed:
 		j.settleVerdict(true)
 		if !j.survived() {

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/joblink"
 )
 
@@ -49,9 +50,10 @@ type job struct {
 	begun   bool         // ranks were started
 
 	restarts []Restart
+	members  membership
 
 	family      family
-	commands    *batch         // the commands that reach agents
+	commands    []*batch       // the commands that reach agents
 	commandErrs sync.WaitGroup // goroutines that read the commands' standard error
 	dropped     atomic.Bool    // set by cutAll: from then on errors of agents do not matter
 
@@ -91,7 +93,9 @@ func (j *job) run(ctx context.Context) (Result, error) {
 		return Result{}, err
 	}
 	j.enter(preparing, j.o.Start)
-	j.connect()
+	if j.o.Elastic == nil {
+		j.connect(j.conns)
+	}
 	j.supervise(ctx)
 	result, err := j.conclude(ctx)
 	if j.aborted != nil {
@@ -119,6 +123,9 @@ func (j *job) supervise(ctx context.Context) {
 	j.surveys, endSurveys = context.WithCancel(ctx)
 	defer endSurveys()
 	j.watchHung()
+	if j.o.Elastic != nil {
+		j.beginElastic()
+	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
@@ -127,6 +134,9 @@ func (j *job) supervise(ctx context.Context) {
 		at := j.deadline
 		if j.phase == running {
 			at = j.nextRestart()
+			if j.o.Elastic != nil {
+				at = j.nextTick()
+			}
 		}
 		if !at.IsZero() {
 			timer.Reset(time.Until(at))
@@ -135,6 +145,8 @@ func (j *job) supervise(ctx context.Context) {
 		select {
 		case f := <-j.events:
 			f()
+		case f := <-j.memberEvents():
+			j.tell(f)
 		case s := <-j.o.Signals:
 			if s != unix.SIGQUIT || !j.handleQuit() {
 				j.handleSignal(s)
@@ -173,8 +185,12 @@ func (j *job) handleReport(k *rank, p *report) {
 		if j.several {
 			err.Host = k.exit.Host
 		}
-		j.abort(err)
-		return
+		if j.o.Elastic == nil || !j.members.machine.HasRoster() {
+			j.stopMachine()
+			j.abort(err)
+			return
+		}
+		k.markLost(time.Now(), err.Err.Error())
 	case p.PID != 0:
 		k.exit.PID, k.started = p.PID, time.Now()
 		j.verbosef("%s: started as process %d", k.title, p.PID)
@@ -203,10 +219,23 @@ func (j *job) handleReady(c *agentConn) {
 	c.ready = true
 	j.waiting--
 	j.verbosef("host %s: ready", c.host)
+	if j.o.Elastic != nil {
+		j.handleElasticReady(c)
+		return
+	}
 	if j.waiting == 0 && j.phase == preparing {
 		j.begun, j.phase = true, running
 		j.order(order{Begin: true})
 	}
+}
+
+// refused handles that the agent of c cannot start its ranks.
+func (j *job) refused(c *agentConn, err error) {
+	if j.o.Elastic == nil {
+		j.abort(err)
+		return
+	}
+	j.loseAgent(c, err)
 }
 
 // handleLoss records that the connection to an agent ended with err before the agent had sent everything.
@@ -216,15 +245,18 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 		j.abort(&HostError{c.host, err})
 	}
 	var lost []*rank
-	for _, k := range c.ranks {
-		if (!k.ended || k.pending()) && j.begun {
-			k.again = time.Time{}
+	for _, k := range j.ranks {
+		if k.conn != c {
+			continue
+		}
+		if (!k.ended || k.pending() || k.waits) && j.begun {
+			k.again, k.waits = time.Time{}, false
 			k.markLost(heard, fmt.Sprintf("lost host %s: %v", c.host, err))
 			lost = append(lost, k)
 		}
 		k.gone = true
 	}
-	if len(lost) == 0 && j.begun {
+	if len(lost) == 0 && j.begun && c.ready {
 		c.cutShort(j, err)
 	}
 	j.setOver(c)
@@ -244,6 +276,10 @@ func (j *job) setOver(c *agentConn) {
 // consider is called when the state of rank k has changed. It acts if the rank or the job has failed, or if
 // the commands of all ranks have ended.
 func (j *job) consider(k *rank) {
+	if j.o.Elastic != nil {
+		j.considerMember(k)
+		return
+	}
 	if k.ended && !k.pending() && !j.asked && !j.failed && j.aborted == nil {
 		switch {
 		case k.exit.Status() != 0 && j.mayRestart(k):
@@ -276,7 +312,7 @@ func (j *job) endIfOver() {
 // alive returns the number of ranks whose commands have not ended or are to be started again.
 func (j *job) alive() (n int) {
 	for _, k := range j.ranks {
-		if !k.ended || k.pending() {
+		if !k.ended || k.pending() || k.waits {
 			n++
 		}
 	}
@@ -357,6 +393,7 @@ func (j *job) expire() {
 	switch j.phase {
 	case running:
 		j.restartDue()
+		j.tell((*elastic.Machine).Tick)
 	case preparing:
 		var late []string
 		for _, c := range j.conns {
@@ -391,6 +428,7 @@ func (j *job) end(s syscall.Signal) {
 	if j.failed {
 		j.settleVerdict(false)
 	}
+	j.stopMachine()
 	j.cancelRestarts()
 	if j.phase < terminating {
 		j.enter(terminating, j.o.Grace)
@@ -402,6 +440,7 @@ func (j *job) kill() {
 	if !j.begun {
 		j.cutAll() // there are only agents, because no rank was started
 	}
+	j.stopMachine()
 	j.cancelRestarts()
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
@@ -480,7 +519,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		if text := j.restartReport(); text != "" {
+		if text := j.restartReport() + j.changeReport(); text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
 		if failed || agents != nil {

@@ -44,7 +44,7 @@ import (
 // window does not delay the other streams. If the agent is on another host, each end sends a ping every
 // pingInterval. An end that receives nothing for Options.Liveness ends the session.
 const (
-	agentVersion = 4
+	agentVersion = 5
 	// helloMagic is the beginning of hello. A login may print other text before hello, but does not print
 	// this text.
 	helloMagic = "\x00hvdrun host agent\x00"
@@ -65,6 +65,7 @@ type order struct {
 	Signal syscall.Signal `json:",omitempty"` // orders the agent to send it to the process group of each rank
 	Force  bool           `json:",omitempty"` // orders the agent to kill the helpers
 	Start  *int           `json:",omitempty"` // orders the agent to start the rank with this index on the host again
+	Env    words          `json:",omitempty"` // with Start in an elastic job: variables for the new process
 	Kill   *int           `json:",omitempty"` // orders the agent to kill the rank with this index on the host
 
 	streams []*stream // the streams that the launcher opens for Start

@@ -1,0 +1,114 @@
+package launch
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/logs"
+)
+
+// Discovery finds the hosts of an elastic job by a program.
+type Discovery struct {
+	// Command is run by /bin/sh. It prints a line for each host, as name or name:slots. Run runs it again
+	// Interval after it has ended. It is killed with its process group after Limit.
+	Command  string
+	Slots    int // the number of slots of a line without one
+	Interval time.Duration
+	Limit    time.Duration
+}
+
+// readGrace is how long the output of the program is read after its end.
+const readGrace = 200 * time.Millisecond
+
+// discover runs the program of o.Elastic.Discovery once and returns the hosts that it prints.
+func (j *job) discover(ctx context.Context) ([]Host, error) {
+	d := j.o.Elastic.Discovery
+	fail := func(format string, args ...any) ([]Host, error) {
+		return nil, fmt.Errorf("host discovery: %s: "+format, append([]any{d.Command}, args...)...)
+	}
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		return fail("%w", err)
+	}
+	defer null.Close()
+	var mine []*os.File
+	var status unix.WaitStatus
+	ended := newBatch()
+	pid, err := j.family.start(ended, func() (pid int, err error) {
+		mine, pid, err = startWithPipes(shell, []string{shell, "-c", d.Command}, j.o.Env, null,
+			[]bool{true, true})
+		return pid, err
+	}, func(s unix.WaitStatus) { status = s })
+	j.family.complete(ended)
+	if err != nil {
+		return fail("%w", err)
+	}
+	late := time.AfterFunc(d.Limit, func() { j.family.killGroup(pid) })
+	defer late.Stop()
+	stop := context.AfterFunc(ctx, func() { j.family.killGroup(pid) })
+	defer stop()
+	var output [2]string
+	var read sync.WaitGroup
+	for i, f := range mine {
+		read.Go(func() {
+			defer f.Close()
+			text, _ := io.ReadAll(io.LimitReader(f, maxFileBytes))
+			output[i] = string(text)
+		})
+	}
+	<-ended.gone
+	timedOut := !late.Stop()
+	for _, f := range mine { // a process that the program has left behind may keep the pipes open
+		_ = f.SetReadDeadline(time.Now().Add(readGrace))
+	}
+	read.Wait()
+	switch {
+	case timedOut:
+		return fail("killed, because it has not ended within %v", d.Limit)
+	case status.Signaled():
+		return fail("killed by %s", unix.SignalName(status.Signal()))
+	case status.ExitStatus() != 0:
+		return fail("exit status %d: %s", status.ExitStatus(), lastLine(output[1]))
+	}
+	hosts, err := d.parse(output[0])
+	if err != nil {
+		return fail("%w", err)
+	}
+	return hosts, nil
+}
+
+// parse parses the output of the program.
+func (d *Discovery) parse(text string) (hosts []Host, err error) {
+	for line := range strings.Lines(text) {
+		if line = strings.TrimSpace(line); line == "" {
+			continue
+		}
+		h, err := parseHost(line)
+		if err != nil {
+			return nil, fmt.Errorf("got the line %.80q, %w", line, err)
+		}
+		if _, rest, _ := cutHost(line); rest == "" {
+			h.Slots = d.Slots
+		}
+		if i := slices.IndexFunc(hosts, func(o Host) bool { return o.Name == h.Name }); i >= 0 {
+			hosts[i] = h // programs that make such lists often repeat a line
+		} else {
+			hosts = append(hosts, h)
+		}
+	}
+	return hosts, nil
+}
+
+// lastLine returns the last line of a text, for a message.
+func lastLine(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return logs.Plain(lines[len(lines)-1])
+}

@@ -1,0 +1,343 @@
+package launch
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/elastic"
+)
+
+// MemberVariable tells a process of an elastic job which member it is, in the form that ParseMember of
+// package elastic reads. It also says that the job is elastic.
+const MemberVariable = "HVD_MEMBER"
+
+// Elastic makes a job elastic: its ranks may die, leave and be added. Then Options.NP is the number of slots
+// that there must be at the start.
+type Elastic struct {
+	// Config says what the job wants. Run sets Start and Random.
+	Config elastic.Config
+	// Discovery finds the hosts. The job fails if the first run of its program fails. If a later one fails,
+	// the hosts stay as they were. If Discovery is nil, the hosts are Options.Hosts.
+	Discovery *Discovery
+	// Publish tells the processes the new ranks. It must not block.
+	Publish func(r *elastic.Roster)
+	// Events delivers what the processes say. Run calls each function, which calls a method of the machine.
+	Events <-chan func(m *elastic.Machine, now time.Time) elastic.Output
+}
+
+// maxChangeLines caps how many changes are printed at the end of the job.
+const maxChangeLines = 50
+
+// membership is the state that only an elastic job has. The supervisor's goroutine uses it.
+type membership struct {
+	machine *elastic.Machine
+	// queue are the events of which the machine does not know yet; the first is in progress.
+	queue   []func(*elastic.Machine, time.Time) elastic.Output
+	over    bool                   // the machine has ended, or a signal has ended the job
+	slots   map[elastic.Slot]*rank // the state of each slot at which a process was started
+	changes []string               // lines about the changes, for the end of the job
+	warned  string                 // the newest warning of discovery
+	ending  string                 // why the job has failed, or ""
+}
+
+// beginElastic starts an elastic job.
+func (j *job) beginElastic() {
+	e := j.o.Elastic
+	j.begun, j.phase = true, running
+	j.open++ // until the machine has ended
+	if err := j.family.adopt(); err != nil {
+		j.stopMachine()
+		j.abort(err)
+		return
+	}
+	j.members.machine = elastic.New(e.Config, time.Now())
+	j.members.slots = make(map[elastic.Slot]*rank)
+	if e.Discovery == nil {
+		j.discovered(j.o.Hosts)
+		return
+	}
+	ctx := j.surveys
+	j.writers.Go(func() {
+		for first := true; ; first = false {
+			hosts, err := j.discover(ctx)
+			if ctx.Err() != nil || !j.post(func() { j.handleDiscovery(hosts, err, first) }) {
+				return
+			}
+			select {
+			case <-time.After(e.Discovery.Interval):
+			case <-ctx.Done():
+				return
+			}
+		}
+	})
+}
+
+// handleDiscovery handles the result of a call of Discover.
+func (j *job) handleDiscovery(hosts []Host, err error, first bool) {
+	switch {
+	case err == nil:
+		j.discovered(hosts)
+	case first:
+		j.stopMachine()
+		j.abort(err)
+	case err.Error() != j.members.warned:
+		j.members.warned = err.Error()
+		j.console.note("warning: %v; the hosts stay as they were", err)
+	}
+}
+
+func (j *job) discovered(hosts []Host) {
+	all := make([]elastic.Host, len(hosts))
+	for i, h := range hosts {
+		all[i] = elastic.Host(h)
+	}
+	j.tell(func(m *elastic.Machine, now time.Time) elastic.Output { return m.Discovered(now, all) })
+}
+
+// memberEvents returns the channel of what processes say, or nil if the job is not elastic.
+func (j *job) memberEvents() <-chan func(*elastic.Machine, time.Time) elastic.Output {
+	if j.o.Elastic == nil {
+		return nil
+	}
+	return j.o.Elastic.Events
+}
+
+// nextTick returns when the machine must learn the time, or the zero time.
+func (j *job) nextTick() time.Time {
+	if j.o.Elastic == nil || j.members.over {
+		return time.Time{}
+	}
+	return j.members.machine.Next()
+}
+
+// tell calls f with the machine, and does what the machine answers. If it is called meanwhile, it does so
+// afterwards.
+func (j *job) tell(f func(m *elastic.Machine, now time.Time) elastic.Output) {
+	m := &j.members
+	if m.machine == nil {
+		return
+	}
+	if m.queue = append(m.queue, f); len(m.queue) > 1 {
+		return
+	}
+	for len(m.queue) > 0 && !m.over {
+		j.carryOut(m.queue[0](m.machine, time.Now()))
+		m.queue = m.queue[1:]
+	}
+	m.queue = nil
+}
+
+func (j *job) carryOut(o elastic.Output) {
+	for _, p := range o.Kill {
+		j.killMember(p)
+	}
+	if o.Publish != nil {
+		j.o.Elastic.Publish(o.Publish)
+		j.noteRoster(o.Publish)
+	}
+	for _, p := range o.Start {
+		j.startMember(p)
+	}
+	for _, n := range o.Notes {
+		j.console.note("%s", n)
+	}
+	if o.End != nil {
+		j.endElastic(o.End)
+	}
+}
+
+// noteRoster prints a line about the new ranks.
+func (j *job) noteRoster(r *elastic.Roster) {
+	line := fmt.Sprintf("generation %d: %d ranks", r.Generation, len(r.Members))
+	if len(r.Members) == 1 {
+		line = fmt.Sprintf("generation %d: 1 rank", r.Generation)
+	}
+	if r.Reason != "" {
+		line += ": " + r.Reason
+	}
+	j.console.note("%s", line)
+	if r.Generation > 1 {
+		j.members.changes = append(j.members.changes, fmt.Sprintf("  %s %s", time.Now().Format(clock), line))
+	}
+}
+
+// startMember starts process p when its host is ready and the process before it at the slot is gone.
+func (j *job) startMember(p elastic.Member) {
+	k := j.members.slots[p.Slot]
+	if k == nil {
+		k = j.addSlot(p.Slot)
+	}
+	k.conn = j.connTo(p.Host)
+	k.member, k.waits = p, true
+	j.startWaiting(k)
+}
+
+// startWaiting starts the process for which slot k waits, if there is one and it is possible now.
+func (j *job) startWaiting(k *rank) {
+	if !k.waits || !k.gone || !k.conn.ready || j.members.over {
+		return
+	}
+	k.waits, k.ended, k.gone, k.started = false, false, false, time.Now()
+	k.exit = Exit{Host: k.exit.Host}
+	index := slices.Index(k.conn.ranks, k)
+	if index < 0 {
+		index = len(k.conn.ranks)
+		k.conn.ranks = append(k.conn.ranks, k)
+	}
+	for i, before := range k.streams {
+		if k.opened {
+			k.streams[i] = before.next()
+		}
+		k.streams[i].unused = k.conn.closed
+	}
+	k.opened = true
+	env := j.processVariables(k.number)
+	if !j.several {
+		env = append(env, storeVariables(j.o.StoreAddrs[0])...)
+	}
+	j.orderTo(k.conn, order{Start: &index, Env: env, streams: k.streams[:]})
+}
+
+// addSlot makes the state of a slot at which no process was started before.
+func (j *job) addSlot(s elastic.Slot) *rank {
+	title := s.String()
+	label := title
+	if !j.several {
+		label = strconv.Itoa(s.Index)
+	}
+	k := &rank{number: len(j.ranks), title: title, ended: true, gone: true, exit: Exit{Host: s.Host}}
+	if err := j.makeStreams(k, label, fmt.Sprintf("%s.%d", s.Host, s.Index)); err != nil {
+		j.stopMachine()
+		j.abort(err)
+	}
+	j.ranks = append(j.ranks, k)
+	j.members.slots[s] = k
+	return k
+}
+
+// connTo returns the connection to the agent of a host. It starts the agent if there is none.
+func (j *job) connTo(host string) *agentConn {
+	if i := slices.IndexFunc(j.conns, func(c *agentConn) bool { return c.host == host && !c.over }); i >= 0 {
+		return j.conns[i]
+	}
+	c := j.newConn(host)
+	j.conns = append(j.conns, c)
+	j.open++
+	j.connect([]*agentConn{c})
+	return c
+}
+
+// handleElasticReady begins to start processes on the host of c.
+func (j *job) handleElasticReady(c *agentConn) {
+	j.orderTo(c, order{Begin: true})
+	for _, k := range j.ranks {
+		if k.conn == c {
+			j.startWaiting(k)
+		}
+	}
+}
+
+// loseAgent handles that the agent of c could not be reached, or has refused to start processes. Before the
+// first ranks this ends the job, because then it is most likely a mistake of the user.
+func (j *job) loseAgent(c *agentConn, err error) {
+	if j.members.over || j.members.machine.HasRoster() {
+		j.handleLoss(c, err, time.Now())
+		return
+	}
+	j.stopMachine()
+	j.abort(err)
+}
+
+// killMember kills process p.
+func (j *job) killMember(p elastic.Member) {
+	k := j.members.slots[p.Slot]
+	switch {
+	case k.member != p || k.ended && !k.waits:
+	case k.waits:
+		k.waits, k.told = false, p
+		j.tell(func(m *elastic.Machine, now time.Time) elastic.Output {
+			return m.Ended(now, p, 0, "not started")
+		})
+	default:
+		index := slices.Index(k.conn.ranks, k)
+		j.orderTo(k.conn, order{Kill: &index})
+	}
+}
+
+// considerMember is called when the state of slot k has changed. It tells the machine that the process has
+// ended.
+func (j *job) considerMember(k *rank) {
+	if p := k.member; k.ended && !k.waits && k.told != p {
+		k.told = p
+		if k.past == nil {
+			k.past = make(map[int]Exit)
+		}
+		k.past[p.Number] = k.exit
+		status, how := k.exit.Status(), k.exit.Describe()
+		j.tell(func(m *elastic.Machine, now time.Time) elastic.Output { return m.Ended(now, p, status, how) })
+	}
+	j.startWaiting(k)
+	if j.members.over {
+		j.endIfOver()
+	}
+}
+
+// endElastic ends the job as the machine wants.
+func (j *job) endElastic(e *elastic.End) {
+	if e.Reason != "" {
+		j.members.ending = e.Reason
+		j.console.note("%s", e.Reason)
+		j.failed, j.failedAt, j.first = true, time.Now(), -1
+		if e.Culprit != nil {
+			k := j.members.slots[e.Culprit.Slot]
+			j.first = k.number
+			if past, ok := k.past[e.Culprit.Number]; ok {
+				k.exit = past
+			}
+		}
+	}
+	if j.stopMachine(); j.alive() == 0 {
+		j.endIfOver()
+		return
+	}
+	j.end(unix.SIGTERM)
+}
+
+// stopMachine makes the job start no processes any more.
+func (j *job) stopMachine() {
+	if j.o.Elastic == nil || j.members.over {
+		return
+	}
+	j.members.over = true
+	j.open--
+	for _, k := range j.ranks {
+		k.waits = false
+	}
+	for _, c := range j.conns {
+		if !c.ready && !c.over {
+			j.cut(c) // it would wait for an order to begin
+		}
+	}
+}
+
+// changeReport returns a text about the last changes, or "" if there were none.
+func (j *job) changeReport() string {
+	if len(j.members.changes) == 0 {
+		return ""
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "hvdrun: changes of the ranks: %d\n", len(j.members.changes))
+	last := j.members.changes[max(0, len(j.members.changes)-maxChangeLines):]
+	if more := len(j.members.changes) - len(last); more > 0 {
+		fmt.Fprintf(&b, "  (%d earlier ones are not shown)\n", more)
+	}
+	for _, line := range last {
+		fmt.Fprintln(&b, line)
+	}
+	return b.String()
+}
