@@ -101,6 +101,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/rank"
 )
 
 // process holds the Engine that the package-level functions use.
@@ -112,6 +113,8 @@ var process struct {
 	// meeting is set if the ranks were allowed to meet only once (bootstrap.Meeting.Once). A later Init uses
 	// it to join a new epoch without a second meeting. It is kept until the process ends.
 	meeting *bootstrap.Meeting
+	// member is the part of this process in an elastic job. It is set by the first Init.
+	member *rank.Membership
 }
 
 // begin waits until no other Init or Shutdown is in progress. Then it calls done with process.engine. If done
@@ -168,7 +171,7 @@ func Init(ctx context.Context, opts ...InitOption) error {
 		return err
 	}
 	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch),
-		withMeeting(&process.meeting)})...)
+		withMeeting(&process.meeting), withMember(&process.member)})...)
 	if err == nil {
 		process.epoch = e.Epoch()
 	}

@@ -5,6 +5,7 @@ import (
 	"net/url"
 
 	"github.com/gohvd/gohvd/internal/bootstrap"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -124,4 +125,9 @@ func WithDevice(name string, share bool) InitOption {
 // can use the same meeting.
 func withMeeting(m **bootstrap.Meeting) InitOption {
 	return initOption(func(o *initOptions) { o.Kept = m })
+}
+
+// withMember makes the engine store its part in an elastic job in *m, so that a later Init uses it again.
+func withMember(m **rank.Membership) InitOption {
+	return initOption(func(o *initOptions) { o.Member = m })
 }

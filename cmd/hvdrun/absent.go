@@ -65,7 +65,7 @@ var foreignFlags = []struct {
 		"leave it out, because hvdrun itself serves the store",
 	},
 	{"torchrun", []string{"master-addr", "master-port"}, "use --torch-store ADDR"},
-	{"torchrun", []string{"max-restarts", "monitor-interval"}, "use --restarts N, which restarts nodes of a parameter server; this version does not restart ranks"},
+	{"torchrun", []string{"max-restarts", "monitor-interval"}, "use --restarts N, which restarts nodes of a parameter server, or --min-np N for ranks (docs/elastic.md)"},
 	{"torchrun", []string{"log-dir", "redirects", "tee", "r", "t"}, "use --output-filename DIR"},
 	{"torchrun", []string{"module", "m"}, "use python3 -m MODULE as the command"},
 	{"torchrun", []string{"no-python"}, "leave it out, because hvdrun runs any command"},
@@ -96,13 +96,4 @@ func foreignError(dashes, name string) error {
 		}
 	}
 	return nil
-}
-
-// fixedWorld returns an error unless --min-np and --max-np both equal np or neither is given, because gohvd
-// does not support elastic jobs.
-func (r *runner) fixedWorld(np int) error {
-	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
-		return nil
-	}
-	return usagef("--min-np and --max-np: got %q and %q, want both to be %d, the number of ranks: this version has no elastic jobs", r.minNP, r.maxNP, np)
 }

@@ -90,7 +90,8 @@ func (r *runner) command() *cobra.Command {
 	}
 	root.AddCommand(show, r.doctor(), r.storeCommand(), r.timeline())
 
-	groups := append([]group{r.jobFlags(), r.where.group(), r.mpi.group()}, r.settingFlags()...)
+	groups := append([]group{r.jobFlags(), r.elasticFlags.group(), r.where.group(), r.mpi.group()},
+		r.settingFlags()...)
 	r.addFlags(root, groups)
 	groups[0].flags.AddFlag(root.Flags().Lookup("version"))
 	groups[0].flags.AddFlag(root.Flags().Lookup("help"))

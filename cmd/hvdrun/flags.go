@@ -38,9 +38,6 @@ func (r *runner) jobFlags() group {
 		"number `N` of workers of a job with a parameter server; requires --servers")
 	f.StringVar(&r.restarts, "restarts", "0",
 		"how often `N` each server and worker is started again if it is killed or ends with a status other than 0")
-	f.StringVar(&r.minNP, "min-num-proc", "", "")
-	f.StringVar(&r.maxNP, "max-num-proc", "", "")
-	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
 	f.VarP(&exportFlag{r}, "x", "x",
 		"set `NAME=value` in the environment of the ranks. The ranks inherit the environment of hvdrun. Ranks on other hosts do "+
 			"not inherit variables that describe this host or login, such as TMPDIR; to pass such a variable on, give -x NAME "+

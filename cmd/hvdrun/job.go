@@ -27,10 +27,11 @@ import (
 // job is the job that the command line and the settings ask for.
 type job struct {
 	command  []string
-	hosts    []launch.Host // nil if no hosts were given: all processes run on this host
-	several  bool          // whether hosts has other hosts than this one
-	nodes    *launch.Nodes // nil if the processes are ranks
-	np       int           // the number of processes
+	hosts    []launch.Host   // nil if no hosts were given: all processes run on this host
+	several  bool            // whether hosts has other hosts than this one
+	nodes    *launch.Nodes   // nil if the processes are ranks
+	elastic  *launch.Elastic // nil if the job is not elastic
+	np       int             // the number of processes
 	settings config.Config
 	recovery []string // see the function recovery
 }
@@ -89,15 +90,22 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	}
 	defer stopMetrics()
 
+	verdict := reports.verdict
+	if j.elastic != nil {
+		ctx, stop := context.WithCancel(context.Background())
+		defer stop()
+		serveMembers(ctx, j.elastic, kv, reports)
+		verdict = nil // a verdict changes the ranks
+	}
 	signals := receivedSignals()
 	defer signal.Stop(signals)
 
 	options := launch.Options{
-		NP: j.np, Nodes: j.nodes, Hosts: j.hosts, Command: j.command, Env: r.env,
+		NP: j.np, Nodes: j.nodes, Elastic: j.elastic, Hosts: j.hosts, Command: j.command, Env: r.env,
 		Set: slices.Concat(r.onlyTCP(), r.extra, r.logFormat(&j.settings),
 			besideHvdrun(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
 			j.settings.ForRanks()),
-		Verdict: reports.verdict, Restarted: reports.restarted, Hung: hung, Accused: accused,
+		Verdict: verdict, Restarted: reports.restarted, Hung: hung, Accused: accused,
 		StoreAddrs: addrs, Secret: text, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: j.settings.StartTimeout,
 		Liveness: j.settings.LivenessTimeout,
@@ -140,6 +148,9 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 	if j.np, err = r.processes(j.nodes, j.hosts); err != nil {
 		return nil, err
 	}
+	if r.elasticFlags.discovery != "" {
+		j.several = true
+	}
 	if len(command) == 0 {
 		return nil, usagef("the command is missing: %s command [args...]", usageOf(j.nodes, j.np))
 	}
@@ -152,6 +163,9 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 		reader = config.Node
 	}
 	if j.settings, err = r.settings(reader); err != nil {
+		return nil, err
+	}
+	if j.elastic, err = r.elastic(flags, j.np, j.hosts, &j.settings); err != nil {
 		return nil, err
 	}
 	j.recovery, err = recovery(j.nodes, &j.settings)
@@ -202,11 +216,7 @@ func (r *runner) processes(nodes *launch.Nodes, hosts []launch.Host) (int, error
 	if nodes != nil {
 		return nodes.Count(), nil
 	}
-	np, err := r.ranks(hosts)
-	if err == nil {
-		err = r.fixedWorld(np)
-	}
-	return np, err
+	return r.ranks(hosts)
 }
 
 // usageOf returns the beginning of a command line that starts such a job.
@@ -220,6 +230,9 @@ func usageOf(nodes *launch.Nodes, np int) string {
 // ranks returns the number of ranks: the value of -np or, without that flag, the number of slots of the
 // hosts.
 func (r *runner) ranks(hosts []launch.Host) (int, error) {
+	if r.numProc == "" && r.elasticFlags.min != "" {
+		r.numProc = r.elasticFlags.min
+	}
 	if r.numProc == "" && hosts != nil {
 		if n := launch.Slots(hosts); n <= launch.MaxRanks {
 			return n, nil

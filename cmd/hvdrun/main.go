@@ -55,22 +55,21 @@ type runner struct {
 	stdout, stderr io.Writer
 	status         int // the exit status
 
-	numProc     string
-	servers     string
-	workers     string
-	restarts    string
-	minNP       string
-	maxNP       string
-	where       hostFlags
-	mpi         mpiFlags
-	outputDir   string
-	tagOutput   bool
-	timestamp   bool
-	tcp         bool
-	verbose     bool
-	torchStore  string
-	metricsAddr string
-	checkBuild  bool
+	numProc      string
+	servers      string
+	workers      string
+	restarts     string
+	elasticFlags elasticFlags
+	where        hostFlags
+	mpi          mpiFlags
+	outputDir    string
+	tagOutput    bool
+	timestamp    bool
+	tcp          bool
+	verbose      bool
+	torchStore   string
+	metricsAddr  string
+	checkBuild   bool
 
 	flags    []config.FlagValue // settings in the order of the command line
 	extra    []string           // variables for the ranks that are not settings, as NAME=value

@@ -103,6 +103,14 @@ func newReporter(kv *store.HashStore, server *store.Server, size int, dir string
 	return r, err
 }
 
+// resize sets the number of ranks of an elastic job.
+func (r *reporter) resize(size int) {
+	r.ranks.Resize(size)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.size = size
+}
+
 // close stops receiving messages. It returns when all messages that were received are handled.
 func (r *reporter) close() {
 	r.cancel()

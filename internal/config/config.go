@@ -81,8 +81,12 @@ type Config struct {
 	// JobID identifies the job, so that its processes refuse processes of another job that uses the same
 	// addresses.
 	JobID string
+	// Member says which process of an elastic job this is. It is empty if the job is not elastic.
+	Member string
 	// StartTimeout is the time limit of Init. Within this time all ranks must have met.
 	StartTimeout time.Duration
+	// ElasticTimeout is how long an elastic job waits for slots.
+	ElasticTimeout time.Duration
 	// LivenessTimeout is the time without a message after which a rank is considered dead. A higher value
 	// delays the verdict on a host that has vanished. The death of a process is detected at once, even with a
 	// high value.

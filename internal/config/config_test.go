@@ -57,7 +57,8 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		Rank: config.Unset, Size: config.Unset,
 		LocalRank: config.Unset, LocalSize: config.Unset,
 		CrossRank: config.Unset, CrossSize: config.Unset,
-		JobID: "gohvd", StartTimeout: 30 * time.Second, LivenessTimeout: 10 * time.Second,
+		JobID: "gohvd", StartTimeout: 30 * time.Second, ElasticTimeout: 600 * time.Second,
+		LivenessTimeout:      10 * time.Second,
 		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, LeadersAbove: 64,
 		DynamicProcessSets:    true,
 		HierarchicalAllreduce: true, HierarchicalAllgather: true, NCCLStreams: 1,
@@ -97,6 +98,7 @@ var every = map[string]string{
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
 	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
 	"HVD_TIMELINE_SIGNAL": "sigusr2", "HVD_METRICS_ADDR": ":9100", "HVD_FLIGHT_RECORDER": "0",
+	"HOROVOD_ELASTIC": "1", "HOROVOD_ELASTIC_TIMEOUT": "20", "HVD_MEMBER": "h1:0/1",
 	"HVD_DUMP_DIR": "dumps",
 	"HVD_JOB_ID":   "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
 	"HVD_LEADERS_ABOVE":  "8",
@@ -149,6 +151,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
 		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
 		InitMethod: "env://", UniqueID: "id",
+		Member: "h1:0/1", ElasticTimeout: 20 * time.Second,
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
 		Lockstep: true, LeadersAbove: 8, DisableGroupFusion: true,
@@ -317,9 +320,8 @@ func TestUnknownNames(t *testing.T) {
 		"HVD_MY_OWN_VARIABLE":     "HVD_MY_OWN_VARIABLE is not a setting",
 		"HOROVOD_":                "HOROVOD_ is not a setting",
 
-		"HOROVOD_ELASTIC": "HOROVOD_ELASTIC has no effect: this version has no elastic jobs",
-		"HVD":             "",
-		"OTHER_RANK":      "",
+		"HVD":        "",
+		"OTHER_RANK": "",
 	} {
 		c, err := load(map[string]string{name: "1"})
 		if err != nil || strings.Join(c.Warnings, "\n") != want {

@@ -24,7 +24,6 @@ type Inert struct {
 }
 
 const (
-	noElastic   = "this version has no elastic jobs"
 	noTorus     = "this version has no torus algorithm"
 	noJsrun     = "hvdrun does not run jsrun; --mpi runs mpirun (docs/mpi.md)"
 	noSpark     = "gohvd has no Spark integration"
@@ -46,9 +45,6 @@ var inerts = []Inert{
 	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", "gohvd has no Adasum over MPI"},
 	{"", "", "", "jsrun", noJsrun},
 	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
-	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",
-		noElastic},
-	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
 	// disable-cache turns off the cache in which horovodrun keeps the results of network checks
 	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight},
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},

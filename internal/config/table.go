@@ -143,6 +143,14 @@ var settings = []Setting{
 		kind:    seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
 	},
 	{
+		Name: "HOROVOD_ELASTIC_TIMEOUT", Section: sectionStart, Scope: PerJob,
+		Flags:   []Flag{{Name: "elastic-timeout", Arg: "SECONDS"}},
+		Default: "600",
+		Doc: "how long an elastic job waits for slots, at its start and when it pauses because there are too few ranks " +
+			"(docs/elastic.md)",
+		kind: seconds(func(c *Config) *time.Duration { return &c.ElasticTimeout }, 0.001),
+	},
+	{
 		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PathPerJob,
 		Otherwise: "none",
 		Doc: "file with the job's secret, at least 16 bytes. A job on several hosts needs it, unless " +
@@ -696,6 +704,18 @@ var settings = []Setting{
 		Default: "gohvd",
 		Doc:     "identity of the job. Ranks refuse connections from another job",
 		kind:    short(func(c *Config) *string { return &c.JobID }),
+	},
+	{
+		Name: "HOROVOD_ELASTIC", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "the job is not elastic",
+		Doc:       "1 in a process of an elastic job, for programs that ask for it",
+		kind:      anything("1"),
+	},
+	{
+		Name: "HVD_MEMBER", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "the job is not elastic",
+		Doc:       "which process of an elastic job this is, as HOST:SLOT/NUMBER. hvdrun sets it (docs/elastic.md)",
+		kind:      text("HOST:SLOT/NUMBER", func(c *Config) *string { return &c.Member }),
 	},
 	{
 		Name: "HVD_INIT_METHOD", Section: sectionPlace, Scope: PerProcess,

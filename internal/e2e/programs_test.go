@@ -38,6 +38,12 @@ func program(name string) int {
 			return 1
 		}
 		return 0
+	case "elastic":
+		if err := trainElastic(ctx); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		return 0
 	case "faulty":
 		return ended(faulty(ctx))
 	case "faulty-node":

@@ -112,6 +112,8 @@ type Verdict struct {
 	Epoch uint64 `json:"epoch"`
 	// Ranks holds the failed ranks, at least one.
 	Ranks []topo.Rank `json:"ranks"`
+	// Generation is the generation of an elastic job whose ranks are meant, or 0. The link sets it.
+	Generation uint64 `json:"generation,omitempty"`
 	// Process is the number that the process of the failed rank has given to Introduce. It is 0 if the
 	// verdict is about whichever process has the rank: others wait for it, or ranks of this job are not
 	// started again.
@@ -134,11 +136,15 @@ type question struct {
 }
 
 // New returns the link of a rank. kv is a client of the launcher's store. The caller must close kv.
-func New(kv store.Store, rank int) Link { return &link{kv, rank} }
+func New(kv store.Store, rank int) Link { return &link{kv: kv, rank: rank} }
+
+// NewOf returns the link of a rank of a generation of an elastic job.
+func NewOf(generation uint64, kv store.Store, rank int) Link { return &link{kv, rank, generation} }
 
 type link struct {
-	kv   store.Store
-	rank int
+	kv         store.Store
+	rank       int
+	generation uint64
 }
 
 func (l *link) failed(what string, err error) error {
@@ -162,7 +168,7 @@ func (l *link) ReportVerdict(ctx context.Context, v Verdict) error {
 	if len(v.Reason) > MaxReasonBytes {
 		v.Reason = v.Reason[:MaxReasonBytes]
 	}
-	v.Reason = strings.ToValidUTF8(v.Reason, "")
+	v.Reason, v.Generation = strings.ToValidUTF8(v.Reason, ""), l.generation
 	body, err := json.Marshal(v)
 	if err == nil {
 		_, err = decodeVerdict(body)
@@ -268,7 +274,9 @@ type Launcher struct {
 	mu   sync.Mutex
 	err  error
 	last uint64
-	open []*inquiry
+	// onVerdict, if not nil, is called with each verdict, which is not kept.
+	onVerdict func(Verdict)
+	open      []*inquiry
 	// verdicts has those of one epoch, at most one of each rank, in the order in which they have arrived. The
 	// first one counts.
 	verdicts []accusation
@@ -366,6 +374,10 @@ func (l *Launcher) take(m message) {
 	case verdict:
 		v, err := decodeVerdict(m.body)
 		switch {
+		case l.onVerdict != nil:
+			if err == nil && !v.Over {
+				l.onVerdict(v)
+			}
 		case err != nil || l.isOld(v):
 		case v.Over:
 			l.forget(func(a accusation) bool { return a.by == m.Rank && slices.Equal(a.Ranks, v.Ranks) })
@@ -391,6 +403,21 @@ func (l *Launcher) take(m message) {
 			close(q.done)
 		}
 	}
+}
+
+// OnVerdict makes the launcher call handle with each verdict from now on, instead of keeping it. handle must
+// not block. It is for elastic jobs, which go on after a verdict.
+func (l *Launcher) OnVerdict(handle func(Verdict)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.onVerdict = handle
+}
+
+// Resize sets the number of ranks that Ask asks.
+func (l *Launcher) Resize(ranks int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ranks = ranks
 }
 
 // isOld reports whether v is about an earlier process of a rank that was started again. The caller holds
@@ -543,7 +570,10 @@ func (l *Launcher) Accusation(ctx context.Context) (Verdict, bool) {
 func (l *Launcher) Ask(ctx context.Context, what string, of ...topo.Rank) (answers map[int][]byte,
 	missing []int, err error) {
 	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
-	for r := range l.ranks {
+	l.mu.Lock()
+	ranks := l.ranks
+	l.mu.Unlock()
+	for r := range ranks {
 		if len(of) == 0 || slices.Contains(of, topo.Rank(r)) {
 			q.pending[r] = true
 		}

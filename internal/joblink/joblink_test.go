@@ -567,6 +567,7 @@ func FuzzDecode(f *testing.F) {
 	f.Add([]byte("{\"rank\":1,\"question\":2,\"what\":\"dump\",\"has\":true}\nbody"))
 	f.Add([]byte("{\"epoch\":1,\"ranks\":[2],\"reason\":\"x\"}"))
 	f.Add([]byte("[{\"id\":1,\"what\":\"dump\"}]"))
+	f.Add([]byte("{\"Generation\":1,\"Members\":[{\"Host\":\"h\",\"Index\":1,\"Number\":2}]}"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if m, err := decodeMessage(b); err == nil {
 			text, err := m.encode()
@@ -583,5 +584,9 @@ func FuzzDecode(f *testing.F) {
 			t.Errorf("%q was read as %v", b, v)
 		}
 		decodeQuestions(b)
+		if r, err := decodeRoster(b); err == nil && len(r.Topology()) != len(r.Members) {
+			t.Errorf("%q was read as %v", b, r)
+		}
+		decodeEvent(b)
 	})
 }

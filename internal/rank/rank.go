@@ -59,6 +59,8 @@ type Options struct {
 	// Kept points to a variable in which Start keeps a meeting that can be opened only once, so that later
 	// epochs of this process can use the meeting.
 	Kept **bootstrap.Meeting
+	// Member points to a variable in which Start keeps the part of this process in an elastic job.
+	Member **Membership
 	// ForClient says that the training program runs in another process.
 	ForClient bool
 	// Log is the logger. If it is nil, the settings describe the logger.
@@ -163,6 +165,8 @@ type Rank struct {
 	nccl        *nccl.Library // nil if the rank does not use NCCL
 	mpi         *MPI          // nil if the rank does not use MPI
 	meeting     *bootstrap.Meeting
+	member      *Membership // nil if the job is not elastic
+	generation  uint64      // the generation of an elastic job, or 0
 	session     *Session    // nil in a job with one rank
 	log         *zap.Logger // nil if the logger belongs to the program
 	sets        setTable
@@ -191,9 +195,15 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	if ownLog {
 		r.log = o.Log
 	}
-	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
-	defer cancel()
-	if err := r.start(ctx, cfg, &o); err != nil {
+	join := r.start
+	if cfg.Member != "" && !o.chosen(cfg) {
+		join = r.startMember // it waits until the launcher makes this process a rank
+	} else {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, cfg.StartTimeout)
+		defer cancel()
+	}
+	if err := join(ctx, cfg, &o); err != nil {
 		r.mpi.fail(err)
 		return fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), r.release()))
 	}
@@ -266,6 +276,9 @@ func (r *Rank) meet(ctx context.Context, cfg *config.Config, o *Options) (err er
 		return err
 	}
 	*cfg = r.meeting.Settings
+	if r.generation > 0 {
+		r.meeting.Store = store.NewPrefixStore(fmt.Sprintf("generation/%d", r.generation), r.meeting.Store)
+	}
 	return r.mpi.check(cfg.Rank, cfg.Size)
 }
 
@@ -298,7 +311,8 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 		}
 	}
 	r.Place, r.Homogeneous = topologyOf(cfg, hosts), topo.IsHomogeneous(hosts)
-	if err := r.Place.Validate(); err != nil {
+	// In an elastic job the local rank is that of the slot, so it can be greater than the local size.
+	if err := r.Place.Validate(); err != nil && r.member == nil {
 		return ecfg, err
 	}
 	if ecfg.Cores, err = threadCores(cfg.ThreadAffinity, r.Place, affinity()); err != nil {
@@ -505,7 +519,7 @@ func (r *Rank) launcher() joblink.Link {
 	if kv == nil {
 		return nil
 	}
-	return joblink.New(kv, r.meeting.Settings.Rank)
+	return joblink.NewOf(r.generation, kv, r.meeting.Settings.Rank)
 }
 
 // Shutdown makes r leave the job, as hvd.Shutdown does, and then closes it.

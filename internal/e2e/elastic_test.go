@@ -1,0 +1,190 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/elastic"
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// enough is how many steps the program of elastic jobs trains with all ranks after there were fewer.
+const enough = 20
+
+// training is the state of the program of elastic jobs.
+type training struct {
+	Step, Sum int64
+	Least     int // the smallest number of ranks so far
+	Again     int // steps with more than the smallest number of ranks
+}
+
+func (s *training) Save() ([]byte, error)     { return json.Marshal(s) }
+func (s *training) Restore(data []byte) error { return json.Unmarshal(data, s) }
+
+// trainElastic trains until there were fewer ranks than at the start, and then more again. In each step it
+// checks that the sum has the value of each rank once.
+func trainElastic(ctx context.Context) error {
+	fmt.Println("pid", os.Getpid())
+	s := &training{Least: 1000}
+	err := elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
+		places, err := hvd.Allgather(ctx, []int64{int64(hvd.LocalRank())})
+		if err != nil {
+			return err
+		}
+		want := int64(0)
+		for _, at := range places {
+			want += 1 << (8 * at)
+		}
+		fmt.Println("rank", hvd.Rank(), "of", hvd.Size())
+		for s.Again < enough {
+			sum, err := hvd.Allreduce(ctx, []int64{1 << (8 * hvd.LocalRank())}, hvd.Op(hvd.Sum))
+			if err != nil {
+				return err
+			}
+			if sum[0] != want {
+				return fmt.Errorf("step %d: got the sum %x, want %x", s.Step, sum[0], want)
+			}
+			s.Step++
+			s.Sum += sum[0]
+			if s.Least = min(s.Least, hvd.Size()); hvd.Size() > s.Least {
+				s.Again++
+			}
+			if err := job.Commit(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if errors.Is(err, elastic.ErrRemoved) {
+		fmt.Println("removed")
+		return nil
+	}
+	if err == nil {
+		fmt.Println("done", s.Step, s.Sum)
+		err = hvd.Shutdown(ctx)
+	}
+	return err
+}
+
+// TestElastic kills a rank of an elastic job, or stops it, while it trains. The others go on in their
+// processes, and a new process takes the place of the dead one.
+func TestElastic(t *testing.T) {
+	random := draws(t)
+	type fault struct {
+		victim int
+		signal unix.Signal
+		memory string
+	}
+	var faults []fault
+	for _, signal := range []unix.Signal{unix.SIGKILL, unix.SIGSTOP} {
+		for _, memory := range []string{"shm", "tcp"} {
+			for victim := range 3 {
+				faults = append(faults, fault{victim, signal, memory})
+			}
+		}
+	}
+	for _, f := range sample(random, faults, 3) {
+		after := time.Duration(random.IntN(100)) * time.Millisecond
+		t.Run(fmt.Sprintf("%d/%s/%s", f.victim, unix.SignalName(f.signal), f.memory), func(t *testing.T) {
+			t.Parallel()
+			j := startHvdrun(t, nil, []string{"-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "1,1"}, "elastic",
+				"HOROVOD_CPU_OPERATIONS="+f.memory, "HVD_LIVENESS_SECONDS=3")
+			pids := make(map[int]int) // of the first processes, by their slots
+			ranks := 0
+			j.until("all ranks trained", func(l line) bool {
+				if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+					pids[l.rank], _ = strconv.Atoi(text)
+				}
+				if strings.HasPrefix(l.text, "rank ") {
+					ranks++
+				}
+				return ranks == 3
+			})
+			time.Sleep(after) // a random point of a step
+			if err := unix.Kill(pids[f.victim], f.signal); err != nil {
+				t.Fatal(err)
+			}
+			if status := j.wait(); status != 0 {
+				t.Errorf("hvdrun ended with status %d, want 0", status)
+			}
+			results := make(map[string]int)
+			begun := 0
+			for text := range strings.Lines(j.out()) {
+				if m := prefix.FindStringSubmatch(strings.TrimSpace(text)); m != nil {
+					if strings.HasPrefix(m[3], "done ") {
+						results[m[3]]++
+					}
+					if strings.HasPrefix(m[3], "pid ") {
+						begun++
+					}
+				}
+			}
+			if len(results) != 1 || begun != 4 {
+				t.Errorf("got results %v of %d processes, want one result at 3 ranks, of 4 processes", results, begun)
+			}
+			for _, want := range []string{"generation 2: 2 ranks: rank " + strconv.Itoa(f.victim) + " (",
+				"generation 3: 3 ranks: new: "} {
+				if !strings.Contains(j.err(), want) {
+					t.Errorf("hvdrun does not say %q", want)
+				}
+			}
+			tellJob(t, j)
+		})
+	}
+}
+
+// TestElasticHosts adds a host to an elastic job and removes the first one, with rank 0 and the store of the
+// ranks.
+func TestElasticHosts(t *testing.T) {
+	t.Parallel()
+	hosts := testnet.NewHosts(t, 3)
+	list := filepath.Join(t.TempDir(), "hosts")
+	offer := func(hosts ...*testnet.Host) {
+		text := ""
+		for _, h := range hosts {
+			text += h.Name + ":1\n"
+		}
+		if err := os.WriteFile(list+".new", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(list+".new", list); err != nil {
+			t.Fatal(err)
+		}
+	}
+	offer(hosts[1], hosts[2])
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-np", "2", "--min-np", "1", "--host-discovery-script", "cat " + list,
+		"--agent", enterHost}, "elastic")
+	says := func(what string) {
+		j.untilError(what, func(text string) bool { return strings.Contains(text, what) })
+	}
+	says("generation 1: 2 ranks")
+	offer(hosts[2])
+	says("generation 2: 1 rank: rank 0 (" + hosts[1].Name + ":0) leaves: its slot is not offered any more")
+	offer(hosts[2], hosts[0])
+	says("generation 3: 2 ranks: new: " + hosts[0].Name + ":0")
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	var done []string
+	for text := range strings.Lines(j.out()) {
+		if _, result, ok := strings.Cut(text, "done "); ok {
+			done = append(done, result)
+		}
+	}
+	if len(done) != 2 || len(slices.Compact(done)) != 1 || !strings.Contains(j.out(), ">:removed\n") {
+		t.Errorf("got results %q, want two equal ones, and a process that was removed", done)
+	}
+	tellJob(t, j)
+}

@@ -1,0 +1,144 @@
+package joblink
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/store"
+)
+
+// In an elastic job, the launcher decides which processes are the ranks of a generation, and the processes
+// tell it what they do. The newest roster is a value of the store, which each process watches.
+const (
+	keyRoster  = "joblink/roster"  // the newest roster; exists only in an elastic job
+	keyMembers = "joblink/members" // queue of what processes say
+	keyHeard   = "joblink/heard/"  // and the text of a member: the last event that the launcher has handled
+)
+
+// EventKind is what a process of an elastic job tells the launcher.
+type EventKind string
+
+const (
+	// Ready says that the process can become a rank.
+	Ready EventKind = "ready"
+	// Synced says that all ranks of the generation have the state of the training.
+	Synced EventKind = "synced"
+	// Leave says that the process wants to leave after its current step.
+	Leave EventKind = "leave"
+	// Done says that the training has returned in the process.
+	Done EventKind = "done"
+)
+
+// MemberEvent is what a process of an elastic job has told.
+type MemberEvent struct {
+	Member elastic.Member `json:"member"`
+	Kind   EventKind      `json:"kind"`
+	// Generation belongs to Synced.
+	Generation uint64 `json:"generation,omitempty"`
+	// Why belongs to Leave.
+	Why string `json:"why,omitempty"`
+}
+
+// Member is the connection of a process of an elastic job to its launcher.
+type Member struct {
+	kv store.Store
+	me elastic.Member
+}
+
+// NewMember returns the connection of the process me. kv is a client of the launcher's store, which the
+// caller must close.
+func NewMember(kv store.Store, me elastic.Member) *Member { return &Member{kv, me} }
+
+// Roster waits until there is a roster of a later generation than the given one, and returns the newest.
+func (m *Member) Roster(ctx context.Context, after uint64) (*elastic.Roster, error) {
+	var text []byte
+	for {
+		next, err := m.kv.Watch(ctx, keyRoster, text)
+		if err != nil {
+			return nil, fmt.Errorf("joblink: waiting for the ranks of generation %d: %w", after+1, err)
+		}
+		r, err := decodeRoster(next)
+		if err != nil {
+			return nil, err
+		}
+		if text = next; r.Generation > after {
+			return r, nil
+		}
+	}
+}
+
+// Tell tells the launcher an event, and returns when the launcher has handled it. So a process that ends
+// after Done does not seem to have failed.
+func (m *Member) Tell(ctx context.Context, e MemberEvent) error {
+	e.Member = m.me
+	text, err := json.Marshal(e)
+	if err != nil {
+		return err
+	}
+	if err := m.kv.Push(ctx, keyMembers, text); err != nil {
+		return fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, err)
+	}
+	var heard []byte
+	for string(heard) != string(text) {
+		if heard, err = m.kv.Watch(ctx, keyHeard+m.me.Text(), heard); err != nil {
+			return fmt.Errorf("joblink: %v: waiting until the launcher has handled %q: %w", m.me, e.Kind, err)
+		}
+	}
+	return nil
+}
+
+func decodeRoster(text []byte) (*elastic.Roster, error) {
+	r := new(elastic.Roster)
+	err := json.Unmarshal(text, r)
+	if err == nil && (r.Generation == 0 || len(r.Members) == 0) {
+		err = fmt.Errorf("got generation %d with %d ranks, want at least 1", r.Generation, len(r.Members))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("joblink: malformed list of ranks: %w", err)
+	}
+	return r, nil
+}
+
+func decodeEvent(text []byte) (e MemberEvent, err error) {
+	err = json.Unmarshal(text, &e)
+	return e, err
+}
+
+// Members is the launcher's end of the connections to the processes of an elastic job.
+type Members struct {
+	kv *store.HashStore
+}
+
+// NewMembers returns the launcher's end in the launcher's store.
+func NewMembers(kv *store.HashStore) *Members { return &Members{kv} }
+
+// Publish makes r the newest roster.
+func (m *Members) Publish(r *elastic.Roster) error {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return m.kv.Set(context.Background(), keyRoster, text)
+}
+
+// Listen calls handle with each event of the processes, until ctx ends. Then it returns nil.
+func (m *Members) Listen(ctx context.Context, handle func(MemberEvent)) error {
+	for {
+		text, err := m.kv.Pop(ctx, keyMembers)
+		if err != nil {
+			return unlessOver(ctx, err)
+		}
+		e, err := decodeEvent(text)
+		if err != nil {
+			continue
+		}
+		handle(e)
+		err = m.kv.Set(ctx, keyHeard+e.Member.Text(), text)
+		if err != nil && !errors.Is(err, store.ErrLimit) {
+			return unlessOver(ctx, err)
+		}
+	}
+}

@@ -1,0 +1,53 @@
+package joblink
+
+import (
+	"context"
+	"reflect"
+	"slices"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/store"
+)
+
+// TestMember passes events to the launcher and rosters to a process.
+func TestMember(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	me := elastic.Member{Slot: elastic.Slot{Host: "h1", Index: 3}, Number: 2}
+	m, members := NewMember(kv, me), NewMembers(kv)
+	ctx, cancel := context.WithCancel(t.Context())
+	var heard []MemberEvent
+	ended := make(chan error)
+	go func() { ended <- members.Listen(ctx, func(e MemberEvent) { heard = append(heard, e) }) }()
+	events := []MemberEvent{{Kind: Ready}, {Kind: Synced, Generation: 4}, {Kind: Leave, Why: "SIGTERM"},
+		{Kind: Done}}
+	for i, e := range events {
+		if err := m.Tell(ctx, e); err != nil {
+			t.Fatal(err)
+		}
+		events[i].Member = me
+		// Tell returns only when the launcher has handled the event.
+		if got := slices.Clone(heard); !reflect.DeepEqual(got, events[:i+1]) {
+			t.Errorf("got events %v, want %v", got, events[:i+1])
+		}
+	}
+	for generation := range uint64(3) {
+		want := &elastic.Roster{Generation: generation + 1, Members: []elastic.Member{me},
+			Lost: generation == 1, Change: elastic.Added, Reason: "new"}
+		if err := members.Publish(want); err != nil {
+			t.Fatal(err)
+		}
+		got, err := m.Roster(ctx, generation)
+		if err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("got %v and error %v, want %v", got, err, want)
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if _, err := m.Roster(ctx, 3); err == nil {
+		t.Error("waiting for a roster did not end with its context")
+	}
+}

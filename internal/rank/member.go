@@ -1,0 +1,267 @@
+package rank
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// ErrRemoved is returned by Start if this process was a rank of an elastic job and is none any more.
+var ErrRemoved = errors.New("the launcher has removed this process from the elastic job")
+
+// errSuperseded ends an attempt to join a generation of an elastic job when there is a later one.
+var errSuperseded = errors.New("the launcher has changed the ranks meanwhile")
+
+// process is the Membership of this process.
+var process atomic.Pointer[Membership]
+
+// ProcessMembership returns the part of this process in an elastic job, or nil if the job is not elastic or
+// the process has not called Init yet.
+func ProcessMembership() *Membership { return process.Load() }
+
+// Membership is the part of a process in an elastic job. It lasts from the first Start to the end of the
+// process.
+type Membership struct {
+	me     elastic.Member
+	client *store.Client
+	link   *joblink.Member
+	cancel context.CancelFunc
+	ended  chan struct{} // closed when follow has returned; lost is the reason
+
+	mu     sync.Mutex
+	joined uint64          // the generation of the newest Start
+	newest *elastic.Roster // the newest roster, or nil
+	news   chan struct{}   // closed when newest changes
+	lost   error
+}
+
+// openMembership connects to the launcher and tells it that this process is ready.
+func openMembership(ctx context.Context, cfg *config.Config) (*Membership, error) {
+	me, err := elastic.ParseMember(cfg.Member)
+	if err != nil {
+		return nil, fmt.Errorf("HVD_MEMBER: %w", err)
+	}
+	key, err := secret.Parse(cfg.Secret)
+	if err != nil {
+		return nil, fmt.Errorf("HVD_SECRET: %w", err)
+	}
+	client, err := store.Dial(ctx, net.JoinHostPort(cfg.RendezvousAddr, strconv.Itoa(cfg.RendezvousPort)),
+		store.Config{Secret: key})
+	if err != nil {
+		return nil, err
+	}
+	m := &Membership{me: me, client: client, link: joblink.NewMember(client, me), ended: make(chan struct{}),
+		news: make(chan struct{})}
+	if err := m.link.Tell(ctx, joblink.MemberEvent{Kind: joblink.Ready}); err != nil {
+		return nil, errors.Join(err, client.Close())
+	}
+	following, cancel := context.WithCancel(context.Background())
+	m.cancel = cancel
+	go m.follow(following)
+	return m, nil
+}
+
+// Close ends the connection to the launcher.
+func (m *Membership) Close() error {
+	m.cancel()
+	<-m.ended
+	return m.client.Close()
+}
+
+// follow keeps m.newest up to date until ctx ends or the connection to the launcher is lost.
+func (m *Membership) follow(ctx context.Context) {
+	defer close(m.ended)
+	for generation := uint64(0); ; {
+		r, err := m.link.Roster(ctx, generation)
+		m.mu.Lock()
+		if err == nil {
+			generation, m.newest = r.Generation, r
+		} else {
+			m.lost = err
+		}
+		close(m.news)
+		m.news = make(chan struct{})
+		m.mu.Unlock()
+		if err != nil {
+			return
+		}
+	}
+}
+
+// Pending returns the newest roster if it is later than the generation of which this process is a rank, or
+// else nil.
+func (m *Membership) Pending() *elastic.Roster {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.newest == nil || m.newest.Generation <= m.joined {
+		return nil
+	}
+	return m.newest
+}
+
+// Generation returns the generation of which this process is a rank, or 0.
+func (m *Membership) Generation() uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.joined
+}
+
+// Tell tells the launcher an event.
+func (m *Membership) Tell(ctx context.Context, e joblink.MemberEvent) error {
+	return m.link.Tell(ctx, e)
+}
+
+// next waits for a roster that is later than the one of the newest Start and, if this process was never a
+// rank, in which it is one.
+func (m *Membership) next(ctx context.Context) (*elastic.Roster, error) {
+	for {
+		m.mu.Lock()
+		r, news, lost, joined := m.newest, m.news, m.lost, m.joined
+		isIn := r != nil && r.Rank(m.me) >= 0
+		if r != nil && r.Generation > joined && (isIn || joined > 0) {
+			m.joined = r.Generation
+			m.mu.Unlock()
+			if !isIn {
+				return nil, ErrRemoved
+			}
+			return r, nil
+		}
+		m.mu.Unlock()
+		if lost != nil {
+			return nil, lost
+		}
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("waiting to become a rank of the elastic job: %w", ctx.Err())
+		}
+	}
+}
+
+// until returns a context that ends with errSuperseded when there is a later roster than generation.
+func (m *Membership) until(ctx context.Context, generation uint64) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	go func() {
+		for {
+			m.mu.Lock()
+			later, news := m.newest.Generation > generation, m.news
+			m.mu.Unlock()
+			if later {
+				cancel(errSuperseded)
+				return
+			}
+			select {
+			case <-news:
+			case <-m.ended:
+				cancel(m.lost)
+				return
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return ctx, func() { cancel(nil) }
+}
+
+// startMember joins r to the newest generation of an elastic job. If other ranks fail meanwhile, or the
+// launcher changes the ranks, it joins the next generation.
+func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) error {
+	m, err := o.membership(ctx, &cfg)
+	if err != nil {
+		return err
+	}
+	// The launcher ends the job if it pauses for longer than ElasticTimeout. The first wait has no limit,
+	// because a process may wait as a spare.
+	limit := time.Duration(math.MaxInt64)
+	for {
+		waiting, stop := context.WithTimeout(ctx, limit)
+		roster, err := m.next(waiting)
+		stop()
+		if err != nil {
+			return err
+		}
+		o.Log.Debug("init: joining the ranks of an elastic job", zap.Uint64("generation", roster.Generation))
+		r.member, r.generation = m, roster.Generation
+		err = r.tryMember(ctx, m.at(cfg, roster), o)
+		if err == nil || !isOfOthers(err) || ctx.Err() != nil {
+			return err
+		}
+		limit = cfg.ElasticTimeout + cfg.StartTimeout
+		o.Log.Debug("init: waiting for the next ranks of the elastic job", zap.Error(err))
+		if err := r.reset(); err != nil {
+			o.Log.Debug("init: closing what a generation has left", zap.Error(err))
+		}
+	}
+}
+
+// membership returns the part of this process in its job. It opens it at the first Start.
+func (o *Options) membership(ctx context.Context, cfg *config.Config) (*Membership, error) {
+	if o.Member == nil {
+		return nil, errors.New("hvdrun has started an elastic job, which only programs in Go can join (package elastic): " +
+			"omit --min-np and --host-discovery-script")
+	}
+	if *o.Member == nil {
+		m, err := openMembership(ctx, cfg)
+		if err != nil {
+			return nil, err
+		}
+		*o.Member = m
+		process.Store(m)
+	}
+	return *o.Member, nil
+}
+
+// at returns the settings of this process as a rank of roster.
+func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config {
+	cfg.Rank, cfg.Size = roster.Rank(m.me), len(roster.Members)
+	place := roster.Topology()[cfg.Rank]
+	cfg.LocalRank, cfg.LocalSize = place.LocalRank, place.LocalSize
+	cfg.CrossRank, cfg.CrossSize = place.CrossRank, place.CrossSize
+	return cfg
+}
+
+// tryMember joins r to one generation.
+func (r *Rank) tryMember(ctx context.Context, cfg config.Config, o *Options) error {
+	ctx, stop := context.WithTimeout(ctx, cfg.StartTimeout)
+	defer stop()
+	ctx, cancel := r.member.until(ctx, r.generation)
+	defer cancel()
+	err := r.start(ctx, cfg, o)
+	if err != nil && errors.Is(context.Cause(ctx), errSuperseded) {
+		return errSuperseded
+	}
+	return err
+}
+
+// isOfOthers reports whether Init has failed because of other ranks, so that the launcher will change the
+// ranks.
+func isOfOthers(err error) bool {
+	_, died := errors.AsType[*engine.PeerError](err)
+	return died || errors.Is(err, errSuperseded) || rendezvous.Awaited(err) != nil
+}
+
+// reset closes what a failed attempt has opened, so that r can start again.
+func (r *Rank) reset() error {
+	log := r.log
+	r.log = nil
+	err := r.release()
+	r.Engine, r.Watch, r.Global, r.Devices = nil, nil, nil, nil
+	r.nccl, r.mpi, r.meeting, r.session, r.sets, r.log = nil, nil, nil, nil, setTable{}, log
+	return err
+}
