@@ -56,8 +56,8 @@ type commit struct {
 type Job struct {
 	state  State
 	member *rank.Membership // nil if the job is not elastic
-	// granted is the last commit of which this rank knows that all ranks have saved it. saved is a later one,
-	// if its number is greater. Other ranks may know that all have saved it.
+	// granted is the last commit of which this rank knows that all ranks have saved it. saved is the next
+	// one, if there is one. Other ranks may know that all have saved it.
 	granted, saved commit
 }
 
@@ -143,9 +143,7 @@ func (j *Job) sync(ctx context.Context, restore bool) error {
 		return err
 	}
 	newest := slices.Max(numbers)
-	if j.saved.number == newest && newest > 0 {
-		j.granted = j.saved
-	}
+	j.settle(newest)
 	root := slices.Index(numbers, newest)
 	if newest == 0 {
 		if newest = 1; hvd.Rank() == root {
@@ -171,6 +169,15 @@ func (j *Job) sync(ctx context.Context, restore bool) error {
 		return nil
 	}
 	return j.state.Restore(j.granted.data)
+}
+
+// settle makes the saved commit the granted one if another rank knows that all ranks have saved it. Otherwise
+// it forgets it, because a later commit will have its number.
+func (j *Job) settle(newest int64) {
+	if j.granted.number < newest && j.saved.number == newest {
+		j.granted = j.saved
+	}
+	j.saved = commit{}
 }
 
 // send sends the commit of the rank root to the ranks that do not have it.
@@ -206,7 +213,7 @@ func (j *Job) Commit(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	j.granted = j.saved
+	j.granted, j.saved = j.saved, commit{}
 	return changed
 }
 
