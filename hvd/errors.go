@@ -112,7 +112,7 @@ func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
 // NoMemoryError says that shared memory cannot be allocated. Alloc returns it.
 type NoMemoryError struct {
-	// What is the purpose of the memory, such as "tensor".
+	// What says what the memory is for, such as "tensor".
 	What string
 	// NeedBytes is the number of bytes that were needed.
 	NeedBytes int64

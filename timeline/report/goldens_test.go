@@ -156,7 +156,7 @@ func TestReports(t *testing.T) {
 		// rank 0. The waits for the two operations overlap, so they count once in each step.
 		"straggler": stragglers(func(*straggler) {}),
 		"uncached":  stragglers(func(s *straggler) { s.cached = false }),
-		// What is within the error of the clocks does not count.
+		// A difference within the error of the clocks does not count.
 		"hosts": stragglers(func(s *straggler) {
 			s.domains, s.started = []string{"a", "a", "b", "b"}, []int{0, 500, 3_000_000, 3_000_700}
 			s.monotonic, s.clockError = []int{1000, 1500, 77, 777}, 150
