@@ -371,6 +371,76 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 	}
 }
 
+// If rank 0 grants an operation that this rank has not submitted, or grants one with other parameters, this
+// rank suspects rank 0.
+func TestWrongGrant(t *testing.T) {
+	for _, c := range []struct{ name, want string }{
+		{"other", "which rank 1 has not submitted"},
+		{"x", "with parameters that differ from the request of rank 1"},
+	} {
+		net := mem.New(2)
+		ctx, cancel := context.WithTimeout(t.Context(), deadline)
+		defer cancel()
+		conns := make(chan transport.Conn, 1)
+		go func() {
+			conn, _ := net.Mesh(0).Conn(ctx, transport.Control, 1)
+			conns <- conn
+		}()
+		e, err := engine.Start(ctx, engine.Config{
+			Rank: 1, Size: 2, Mesh: net.Mesh(1), CacheCapacity: 4, LivenessTimeout: 10 * time.Second,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		job := &cluster{t: t, ctx: ctx, net: net, engines: []*engine.Engine{nil, e}}
+		done := job.allreduce(1, "x", make([]byte, 8))
+		frame, err := message.AppendDown(make([]byte, 8), &message.Down{Type: message.DownCycle, Cycle: 1,
+			Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{{
+				Kind: message.Allreduce, Name: c.name, DType: tensor.Float64, Shape: tensor.Shape{1},
+				Op: tensor.Sum, Prescale: 1, Postscale: 1,
+			}}}}}},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		binary.LittleEndian.PutUint32(frame, uint32(len(frame)-8))
+		conn := <-conns
+		if err := conn.Send(frame); err != nil {
+			t.Fatal(err)
+		}
+		up := receive(t, conn, message.UpSuspect)
+		if !slices.Equal(up.Suspects, []topo.Rank{0}) || !strings.Contains(up.Reason, c.want) {
+			t.Errorf("rank 1 suspects ranks %v because %q, want rank 0, %q", up.Suspects, up.Reason, c.want)
+		}
+		e.Close()
+		if err := job.wait(done); err == nil {
+			t.Error("the operation ended without an error")
+		}
+	}
+}
+
+// receive reads frames from the control connection of a rank until one has the type want, and returns it.
+func receive(t *testing.T, conn io.Reader, want message.UpType) *message.Up {
+	for {
+		var header [8]byte
+		if _, err := io.ReadFull(conn, header[:]); err != nil {
+			t.Fatal(err)
+		}
+		frame := make([]byte, binary.LittleEndian.Uint32(header[:]))
+		if _, err := io.ReadFull(conn, frame); err != nil {
+			t.Fatal(err)
+		}
+		if message.UpType(frame[0]) != want {
+			continue
+		}
+		up := new(message.Up)
+		if err := message.DecodeUp(frame, up); err != nil {
+			t.Fatal(err)
+		}
+		return up
+	}
+}
+
 // gather returns an allgather of one byte. The function allocate allocates the memory for its result.
 func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
