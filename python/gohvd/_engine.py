@@ -669,9 +669,10 @@ class Engine:
     def call(
         self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any = None,
         take: Callable[[Call[A]], Any] | None = None, wait: bool = False, outputs: tuple[Shape, ...] | None = None,
+        keep: Callable[[Call[A]], None] | None = None,
     ) -> Any:  # fmt: skip
         """Begins an operation and returns it. If wait is true, waits until it is done, and returns what its method wait
-        returns. take is the function that returns the result.
+        returns. Then keep gets the operation before it begins. take is the function that returns the result.
 
         x is an array, or a sequence of arrays for a grouped operation. The result is written to target, which may be x
         itself. An operation whose result has a size that not only depends on the shapes (allgather, alltoall, gather,
@@ -708,12 +709,15 @@ class Engine:
             slot.arrays = results = (x,)
         if wait:
             call = Call(slot, 0, results, take, completion)
+            if keep is not None:
+                keep(call)
             try:
                 return self._run(call, slot)
             except BaseException:
-                if name is SYNC_NAME and call.slot is not None:
+                if call.slot is not None:
                     call.number = slot.words[_HANDLE]
-                    self._interrupted.append((_sync_key(op, process_set), call))
+                    if name is SYNC_NAME:
+                        self._interrupted.append((_sync_key(op, process_set), call))
                 raise
         status = quick.hvd_submit(slot.at, slot.handle_at)
         if status == SUCCESS:

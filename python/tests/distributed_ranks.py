@@ -252,6 +252,38 @@ class Collectives(Ranks):
             self.equal(x, float(i * self.size))
 
 
+    def test_interrupted_wait(self) -> None:
+        """A signal handler's exception ends the wait of a call. The call gets its result later, and frees its name."""
+        if self.size == 1:
+            self.skipTest("needs another rank")
+        store, key, x = dist.distributed_c10d._get_default_store(), f"interrupted {self.id()}", torch.ones(2)
+        works, count = [], 300  # more calls than a group has numbers
+        if self.rank == 0:
+
+            class Interrupt(BaseException):
+                pass
+
+            def interrupt(*_: object) -> None:
+                raise Interrupt
+
+            before = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            try:
+                with self.assertRaises(Interrupt):
+                    dist.all_reduce(x)
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            # The others make their calls while rank 0 waits in the first call whose name is in flight.
+            threading.Timer(0.5, store.set, (key, "yes")).start()
+        else:
+            store.wait([key])
+            dist.all_reduce(x)
+        for _ in range(count):
+            works.append(dist.all_reduce(torch.ones(1), async_op=True))
+        for work in works:
+            work.wait()
+        self.equal(x, float(self.size))
+
     def test_few_function_calls(self) -> None:
         # Each call of a function takes time, so all_reduce of a small tensor makes few of them in this package. Calls of
         # torch are not counted, because their number depends on its version.
@@ -272,7 +304,7 @@ class Collectives(Ranks):
             dist.all_reduce(x)
         finally:
             sys.setprofile(None)
-        self.assertLessEqual(len(calls), 22, calls)
+        self.assertLessEqual(len(calls), 16 if hasattr(dist.AllreduceOptions(), "asyncOp") else 22, calls)
         self.assertNotIn("view", outside)
 
     def test_negated_view(self) -> None:

@@ -67,7 +67,7 @@ class Calls:
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
         self._calls = 0
         # The last call with each name. A weak reference does not keep the tensors of a call that is done.
-        self._last: list[weakref.ref[Call] | None] = [None] * _CALLS
+        self._last: list[Callable[[], Call | None] | None] = [None] * _CALLS
         self._coalesced: list[Operation] | None = None
         self._barriers = 0
         self._why_invalid = ""
@@ -149,16 +149,9 @@ class Calls:
     # Calls.
 
     def _begin(
-        self,
-        what: str,
-        kind: int,
-        source: Any,
-        opts: Any,
-        target: Parts | None = None,
-        reduce_op: int = _engine.Sum,
-        root: int = 0,
-        splits: tuple[int, ...] = (),
-    ) -> tuple[int, Call]:
+        self, what: str, kind: int, source: Any, opts: Any, target: Parts | None = None, reduce_op: int = _engine.Sum,
+        root: int = 0, splits: tuple[int, ...] = (),
+    ) -> tuple[int, Call]:  # fmt: skip
         """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
         and target are Parts, except that a barrier has none.
         """
@@ -166,16 +159,52 @@ class Calls:
         how = operation(kind, reduce_op, 1.0, 1.0, root, splits, 0, 0, False, self._seconds(opts), True)
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
-            slot = self._calls % _CALLS
-            last = self._last[slot]
-            before = None if last is None else last()
-            if before is not None:
-                before.settle()  # its name is free then
+            slot = self._free_name()
             call = _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, outputs=outputs)
             # If the call raises, the number is not used up: the call has failed before other ranks knew of it.
             self._calls = number = self._calls + 1
             self._last[slot] = weakref.ref(call)
         return number, call
+
+    def _run(
+        self, what: str, kind: int, source: Parts, opts: Any, target: Parts | None, reduce_op: int = _engine.Sum,
+        root: int = 0,
+    ) -> tuple[int, Call]:  # fmt: skip
+        """Does as _begin does, and waits until the operation is done. It crosses into the library once instead of twice.
+        """
+        self._check_valid(what)
+        how = operation(kind, reduce_op, 1.0, 1.0, root, (), 0, 0, False, self._seconds(opts), True)
+        outputs = None if target is None or target is source else (target.shape,)
+        with self._lock:
+            slot = self._free_name()
+            self._calls = number = self._calls + 1
+            self._last[slot] = None
+        calls: list[Call] = []
+        try:
+            _engine.engine.call(
+                LISTS, how, self._names[slot], self._set, source, target, Call.results, True, outputs, calls.append
+            )
+        except BaseException as e:
+            if not calls or isinstance(e, ValueError):  # other ranks do not know of the call
+                with self._lock:
+                    if self._calls == number:
+                        self._calls -= 1
+            elif calls[0].slot is not None:  # an exception of a signal handler has interrupted the wait
+                self._last[slot] = lambda: calls[0]
+            elif isinstance(e, Exception):
+                calls[0].error = e
+                return number, calls[0]
+            raise
+        return number, calls[0]
+
+    def _free_name(self) -> int:
+        """Returns the index of the name of the next call. No operation with this name is in flight."""
+        slot = self._calls % _CALLS
+        last = self._last[slot]
+        before = None if last is None else last()
+        if before is not None:
+            before.settle()
+        return slot
 
     def _operation(
         self, what: str, number: int, calls: list[Call], result: Any, after: Callable[[], None] | None = None
@@ -210,11 +239,12 @@ class Calls:
         """Begins an operation with one input and at most one output, and returns its work. If torch waits for the
         operation anyway, it waits here, which saves most of the work.
         """
-        number, call = self._begin(what, kind, source, opts, target, **kw)
         if self._coalesced is None and not getattr(opts, "asyncOp", True):
-            call.settle()
-            if call.error is None and call.completion is None:
+            number, call = self._run(what, kind, source, opts, target, **kw)
+            if call.error is None:
                 return DONE
+        else:
+            number, call = self._begin(what, kind, source, opts, target, **kw)
         return self._work(self._operation(what, number, [call], result))
 
     def _root(self, opts: Any) -> int:
