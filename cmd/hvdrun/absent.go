@@ -73,7 +73,6 @@ var foreignFlags = []struct {
 	{"mpirun", []string{"machinefile", "f"}, "use --hostfile FILE"},
 	{"mpirun", []string{"N", "npernode", "ppn", "map-by"}, "use -H h1:N,h2:N"},
 	{"mpirun", []string{"c"}, "use -np N"},
-	{"mpirun", []string{"bind-to"}, "use --thread-affinity, or --binding-args with --mpi"},
 	{"mpirun", []string{"oversubscribe"}, "leave it out, because a host gets as many ranks as -np or -H say"},
 	{"mpirun", []string{"allow-run-as-root"}, "leave it out"},
 	{"mpirun", []string{"mca", "gmca", "prtemca"},

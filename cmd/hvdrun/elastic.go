@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -109,6 +110,8 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	switch {
 	case r.mpi.on:
 		return nil, usagef("--min-np and --host-discovery-script cannot be used with --mpi, because MPI cannot lose ranks")
+	case set.BindTo != binding.None:
+		return nil, usagef("--bind-to %s cannot be used in an elastic job, because the ranks of a host change", set.BindTo)
 	case r.metricsAddr != "":
 		return nil, usagef("--metrics-addr cannot be used in an elastic job yet: set HVD_METRICS_ADDR at the ranks instead")
 	}

@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -113,6 +114,10 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals, Inquiry: inquiry,
 	}
+	if j.nodes == nil && j.settings.BindTo != binding.None {
+		// The ranks must not divide again what they are bound to.
+		options.BindTo, options.Set = j.settings.BindTo, append(options.Set, "HVD_BIND_TO=none")
+	}
 	if r.mpi.on {
 		release, err := r.byMPI(&options, &j.settings, reports)
 		if err != nil {
@@ -164,6 +169,9 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 	}
 	if j.settings, err = r.settings(reader); err != nil {
 		return nil, err
+	}
+	if err := j.settings.CheckBinding(); err != nil {
+		return nil, usageError{err}
 	}
 	if j.elastic, err = r.elastic(flags, j.np, j.hosts, &j.settings); err != nil {
 		return nil, err

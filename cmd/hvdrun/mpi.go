@@ -21,6 +21,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -52,8 +53,8 @@ func (m *mpiFlags) group() group {
 			"then mpi by default")
 	g.flags.StringVar(&m.args, "mpi-args", "", "further arguments `ARGS` of mpirun, separated by spaces; requires --mpi")
 	g.flags.StringVar(&m.binding, "binding-args", "",
-		"arguments `ARGS` of mpirun that bind ranks to cores, separated by spaces; requires --mpi. By default the ranks are "+
-			"not bound")
+		"arguments `ARGS` of mpirun that bind ranks to cores, separated by spaces; requires --mpi. By default mpirun gets "+
+			"--bind-to")
 	return g
 }
 
@@ -145,7 +146,7 @@ func (r *runner) byMPI(o *launch.Options, settings *config.Config,
 	}
 	o.Command = slices.Concat(words, []string{o.AgentPath, mpiRankArg, strings.Join(addrs, ",")}, o.Command)
 	o.Starter, o.NP, o.Hosts, o.NoPrefix, o.OutputDir = mpirun, 1, nil, true, ""
-	o.Timestamp, o.TorchStore = false, netip.AddrPort{}
+	o.Timestamp, o.TorchStore, o.BindTo = false, netip.AddrPort{}, ""
 	o.Verdict, o.Failed = reports.mpiVerdict, reports.failed
 	return release, nil
 }
@@ -158,7 +159,11 @@ func (m *mpiJob) words(env, set []string) ([]string, error) {
 		slots = append(slots, fmt.Sprintf("%s:%d", h.Name, h.Slots))
 	}
 	words := []string{mpirun, "-np", strconv.Itoa(m.np)}
-	binding := strings.Fields(m.mpi.binding)
+	binds, to := strings.Fields(m.mpi.binding), m.settings.BindTo
+	bound := to != binding.None
+	if bound && len(binds) > 0 {
+		return nil, usagef("--bind-to %s and --binding-args cannot be used together", to)
+	}
 	if m.library == mpich {
 		switch {
 		case m.outputDir != "":
@@ -169,13 +174,16 @@ func (m *mpiJob) words(env, set []string) ([]string, error) {
 		words = appendIf(words, m.tagOutput, "-prepend-rank")
 		words = appendIf(words, slots != nil, "-hosts", strings.Join(slots, ","))
 		words = appendIf(words, m.agent != "", "-launcher", "rsh", "-launcher-exec", m.agent)
-		return slices.Concat(words, binding, strings.Fields(m.mpi.args)), nil
+		if bound {
+			binds = []string{"-bind-to", string(to)}
+		}
+		return slices.Concat(words, binds, strings.Fields(m.mpi.args)), nil
 	}
 	if slots == nil {
 		slots = []string{fmt.Sprintf("localhost:%d", m.np)}
 	}
-	if binding == nil {
-		binding = []string{"--bind-to", "none", "--map-by", "slot"}
+	if len(binds) == 0 {
+		binds = []string{"--bind-to", string(to), "--map-by", "slot"}
 	}
 	words = append(words, "--allow-run-as-root", "--host", strings.Join(slots, ","))
 	words = appendIf(words, m.tagOutput, "--tag-output")
@@ -187,7 +195,7 @@ func (m *mpiJob) words(env, set []string) ([]string, error) {
 			words = append(words, "-x", name)
 		}
 	}
-	return slices.Concat(words, binding, strings.Fields(m.mpi.args)), nil
+	return slices.Concat(words, binds, strings.Fields(m.mpi.args)), nil
 }
 
 func appendIf(words []string, is bool, more ...string) []string {

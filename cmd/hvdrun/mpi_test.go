@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -72,6 +73,46 @@ func TestMPIRunSucceeds(t *testing.T) {
 				t.Errorf("got %q, want %q in it", stderr, want)
 			}
 		})
+	}
+}
+
+// TestMPIBindTo checks that mpirun of either library gets the value of --bind-to, and that the ranks do not
+// bind themselves as well.
+func TestMPIBindTo(t *testing.T) {
+	for version, want := range map[string]map[string]string{
+		"mpirun (Open MPI) 4.1.4": {
+			"":                                  "--bind-to none --map-by slot",
+			"--bind-to=core":                    "--bind-to core --map-by slot",
+			"--binding-args=--bind-to hwthread": "--bind-to hwthread sh",
+		},
+		"HYDRA build details": {
+			"":               "-prepend-rank sh",
+			"--bind-to=numa": "-prepend-rank -bind-to numa sh",
+		},
+	} {
+		dir := t.TempDir()
+		text := "#!/bin/sh\n[ \"$1\" != --version ] || { echo '" + version + "'; exit; }\n" +
+			"echo \"$HVD_BIND_TO,$*\" | sed 's, [^ ]* __hvdrun-mpi-rank [^ ]*,,'\n"
+		if err := os.WriteFile(filepath.Join(dir, "mpirun"), []byte(text), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+		for flag, words := range want {
+			args := []string{"--mpi", "-np", "2", "sh"}
+			if flag != "" {
+				args = slices.Insert(args, 0, flag)
+			}
+			// mpirun has not started ranks, so the job has failed. Only its command line matters here.
+			stdout, stderr, _ := output(t, args...)
+			bindTo, line, _ := strings.Cut(strings.TrimSpace(stdout), ",")
+			if !strings.Contains(line, words) || bindTo != "" && bindTo != "none" {
+				t.Errorf("%s, %s: got HVD_BIND_TO=%q and %q, want %q in it; stderr %q", version, flag, bindTo, line, words, stderr)
+			}
+		}
+	}
+	_, stderr, status := output(t, "--mpi", "-np", "2", "--bind-to", "core", "--binding-args", "x", "true")
+	if want := "--bind-to core and --binding-args cannot be used together"; status != 2 || !strings.Contains(stderr, want) {
+		t.Errorf("got status %d and %q, want %q", status, stderr, want)
 	}
 }
 

@@ -14,6 +14,8 @@ import (
 	"os"
 	"strconv"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/binding"
 )
 
 //go:generate go test -run ^TestPageIsUpToDate$ -rewrite .
@@ -165,6 +167,8 @@ type Config struct {
 	// ThreadAffinity holds, for each local rank, the number of the core for its background threads. If it is
 	// empty, threads are not pinned.
 	ThreadAffinity []int
+	// BindTo says to what the ranks of a host are bound.
+	BindTo binding.Unit
 	// PS has the settings of a node of the parameter server.
 	PS ParameterServer
 	// Warnings holds sentences for the user about settings that may not have the intended effect. Warnings
@@ -395,6 +399,15 @@ func (c *Config) check(haveStore bool) error {
 		return fmt.Errorf("config: a job of %d ranks needs HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT: start it with hvdrun, which sets them", c.Size)
 	}
 	return nil
+}
+
+// CheckBinding returns an error if the settings bind the threads of a rank twice.
+func (c *Config) CheckBinding() error {
+	if c.BindTo == binding.None || len(c.ThreadAffinity) == 0 {
+		return nil
+	}
+	return fmt.Errorf("HVD_BIND_TO (--bind-to) is %s and HOROVOD_THREAD_AFFINITY (--thread-affinity) is set: use one of them, "+
+		"because HVD_BIND_TO binds all threads of a rank", c.BindTo)
 }
 
 func orUnset(v int) string {

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/config"
 )
 
@@ -64,7 +65,7 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		HierarchicalAllreduce: true, HierarchicalAllgather: true, NCCLStreams: 1,
 		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning",
 		LogFormat: "auto", AutotuneWarmupSamples: 3, AutotuneStepsPerSample: 10, AutotuneMaxSamples: 20,
-		AutotuneNoise: 0.8,
+		AutotuneNoise: 0.8, BindTo: binding.None,
 		PS: config.ParameterServer{NumWorkers: config.Unset, NumServers: config.Unset, Rank: config.Unset,
 			Process: config.Unset, Staleness: config.Unset, WaterMark: 1000, HeartbeatInterval: time.Second,
 			HeartbeatTimeout: 10 * time.Second, ResendTimeout: time.Second},
@@ -94,7 +95,7 @@ var every = map[string]string{
 	"HOROVOD_GPU_BROADCAST": "nccl", "HOROVOD_GPU_ALLTOALL": "host", "HOROVOD_GPU_REDUCESCATTER": "NCCL",
 	"HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",
 	"HVD_NCCL_LIBRARY": "nccl.so", "HVD_CUDART_LIBRARY": "cudart.so",
-	"HOROVOD_THREAD_AFFINITY": "4, 2,0", "HOROVOD_MPI_THREADS_DISABLE": "1",
+	"HOROVOD_THREAD_AFFINITY": "4, 2,0", "HVD_BIND_TO": "Core", "HOROVOD_MPI_THREADS_DISABLE": "1",
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
 	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
 	"HVD_TIMELINE_SIGNAL": "sigusr2", "HVD_METRICS_ADDR": ":9100", "HVD_FLIGHT_RECORDER": "0",
@@ -164,7 +165,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		MetricsAddr:    ":9100", FlightRecorder: false, DumpDir: "dumps",
 		Autotune: true, AutotuneLog: "t.csv", AutotuneFile: "tuned.json", AutotuneWarmupSamples: 1,
 		AutotuneStepsPerSample: 2, AutotuneMaxSamples: 5, AutotuneNoise: 0.5,
-		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
+		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0}, BindTo: binding.Core,
 		PS: config.ParameterServer{Role: "server", NumWorkers: 4, NumServers: 2, RootHost: "h2", RootPort: 8000,
 			Rank: 1, Process: 2, NodeHost: "h3", Interfaces: []string{"eth1"}, Local: true, Kubernetes: true,
 			WaterMark: 7, Staleness: 3, Replicas: 1, Recovery: time.Minute,

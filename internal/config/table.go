@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/binding"
 )
 
 // Setting is a row of the table of settings.
@@ -226,6 +228,17 @@ var settings = []Setting{
 			"each local rank, in the order of local ranks, as in 0,2,4. Init fails if the list is shorter " +
 			"than the number of ranks on the host, or if the process may not run on its core",
 		kind: cores(func(c *Config) *[]int { return &c.ThreadAffinity }),
+	},
+	{
+		Name: "HVD_BIND_TO", Section: sectionStart, Scope: PerProcess,
+		Flags:   []Flag{{Name: "bind-to", Arg: "UNIT"}},
+		Default: string(binding.None),
+		Doc: "what the ranks of a host are bound to. core gives each rank the same number of cores, as many " +
+			"as there are, and no core to two ranks. numa gives each rank all cores of a NUMA node. Cores that " +
+			"the launcher or a cgroup does not allow are left out. hvdrun binds the processes that it starts; " +
+			"under other launchers, Init binds the threads of its process until Shutdown",
+		kind: oneOf(func(c *Config, word string) { c.BindTo = binding.Unit(word) }, string(binding.None),
+			string(binding.Core), string(binding.NUMA)),
 	},
 	{
 		Name: "HOROVOD_FUSION_THRESHOLD", Section: sectionNegotiate, Scope: PerJob,

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/config"
 )
 
@@ -194,6 +195,26 @@ func TestCores(t *testing.T) {
 		s := soundSystem()
 		s.Root, s.GOMAXPROCS = c.files.fs(), c.threads
 		holds(t, name, look(t, s, "cores"), c.want...)
+	}
+}
+
+func TestTopology(t *testing.T) {
+	const cpu = "sys/devices/system/cpu/cpu%d/topology/thread_siblings_list"
+	twoNodes := files{"sys/devices/system/node/node0/cpulist": "0-1\n", "sys/devices/system/node/node1/cpulist": "2-3\n",
+		fmt.Sprintf(cpu, 0): "0-1\n", fmt.Sprintf(cpu, 1): "0-1\n", fmt.Sprintf(cpu, 2): "2-3\n", fmt.Sprintf(cpu, 3): "2-3\n"}
+	for name, c := range map[string]struct {
+		files   files
+		allowed binding.CPUs
+		want    string
+	}{
+		"two nodes": {twoNodes, binding.CPUs{0, 1, 2, 3},
+			"ok topology: 2 cores on CPUs 0-3, in 2 of 2 NUMA nodes: node 0 has 0-1, node 1 has 2-3"},
+		"a mask":   {twoNodes, binding.CPUs{3}, "ok topology: 1 core on CPUs 3, in 1 of 2 NUMA nodes: node 1 has 3"},
+		"no sysfs": {files{}, binding.CPUs{3}, "warn topology: read the topology of the processor"},
+	} {
+		s := soundSystem()
+		s.Root, s.Allowed = c.files.fs(), c.allowed
+		holds(t, name, look(t, s, "topology"), c.want)
 	}
 }
 

@@ -130,6 +130,7 @@ func Checks() []Check {
 		{"python", "python", python},
 		{"processor", "simd", simd},
 		{"processor", "cores", cores},
+		{"processor", "topology", topology},
 		{"processor", "quota", quota},
 		{"memory", "memory", memory},
 		{"memory", "cgroup", memoryLimit},

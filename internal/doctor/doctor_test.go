@@ -17,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/config"
 )
 
@@ -54,7 +55,8 @@ func (f files) with(more files) files {
 var soundFiles = files{
 	"proc/stat":        "cpu  8 0\ncpu0 2 0\ncpu1 2 0\ncpu5 4 0\nintr 9\n",
 	"proc/self/cgroup": "0::/job\n",
-	"proc/meminfo":     "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
+	"sys/devices/system/cpu/cpu0/topology/thread_siblings_list": "0\n",
+	"proc/meminfo": "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
 }
 
 // soundGPUs is what gpuProbe prints on a machine with two GPUs.
@@ -66,7 +68,7 @@ const gib = 1 << 30
 // soundSystem returns a machine on which no check finds a problem.
 func soundSystem() *System {
 	return &System{
-		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,
+		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4, Allowed: binding.CPUs{0},
 		Build: Build{Go: "go1", Known: true},
 		Agent: func(host string, words []string) []string {
 			return append([]string{"agent", "-q", host}, words...)
@@ -182,7 +184,7 @@ func TestABrokenMachine(t *testing.T) {
 		"ok tensor operations: NCCL (python3 is not in PATH", "ok cpu operations",
 		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok nccl: python3 is not",
 		"ok mpirun: not found", "ok python: not in PATH",
-		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "ok quota: no limit",
+		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "warn topology: read the topology", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",

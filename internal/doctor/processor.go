@@ -5,6 +5,7 @@ import (
 	"io/fs"
 	"strings"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/cgroup"
 )
 
@@ -39,6 +40,15 @@ func cores(_ context.Context, s *System) []Line {
 				"%d threads for %d cores: threads wait for each other", s.GOMAXPROCS, s.Affinity))
 	}
 	return append(lines, ok("GOMAXPROCS", "%d threads", s.GOMAXPROCS))
+}
+
+// topology reports the cores and the NUMA nodes to which --bind-to binds the ranks of this host.
+func topology(_ context.Context, s *System) []Line {
+	t, err := binding.Read(s.Root, s.Allowed)
+	if err != nil {
+		return []Line{warn("", "mount /sys, or do not use --bind-to", "%v", err)}
+	}
+	return []Line{ok("", "%s", t.Describe())}
 }
 
 // quota reports how much processor time the cgroups permit. When a quota is used up, the kernel stops all

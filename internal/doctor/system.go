@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -38,6 +39,8 @@ type System struct {
 	// Affinity is the number of processors that this process may run on. GOMAXPROCS is the number of threads
 	// that may run Go code at the same time.
 	Affinity, GOMAXPROCS int
+	// Allowed are the processors that this process may run on. It is empty if the kernel does not say.
+	Allowed binding.CPUs
 
 	// Hosts holds the names of the hosts to reach. Agent returns the command that runs a program on one of
 	// these hosts. The first element of words is the program, and the rest are its arguments. The first word
@@ -130,6 +133,7 @@ func Here(environ []string) *System {
 		Output:     output,
 		Reach:      reach,
 	}
+	s.Allowed, _ = binding.Allowed() // fails if the kernel supports more processors than a set has
 	if info, known := debug.ReadBuildInfo(); known {
 		s.Build.read(info)
 	}

@@ -44,6 +44,12 @@ func program(name string) int {
 			return 1
 		}
 		return 0
+	case "bound":
+		if err := bound(ctx); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		return 0
 	case "faulty":
 		return ended(faulty(ctx))
 	case "faulty-node":

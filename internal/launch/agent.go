@@ -17,6 +17,7 @@ import (
 	"github.com/hashicorp/yamux"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 )
@@ -45,9 +46,10 @@ type agent struct {
 	control   *yamux.Stream
 
 	job     hostJob
-	path    string     // path of the program that each rank runs
-	env     []string   // environment that the ranks on this host have in common
-	envs    [][]string // environment of each rank on this host
+	path    string         // path of the program that each rank runs
+	env     []string       // environment that the ranks on this host have in common
+	envs    [][]string     // environment of each rank on this host
+	cpus    []binding.CPUs // the CPUs to which each rank on this host is bound, if the ranks are bound
 	outputs []io.WriteCloser
 
 	members []*member // the newest helper of each rank that was started, in the order of the ranks
@@ -361,12 +363,18 @@ func (a *agent) startHelpers(helpers *batch, envs [][]string) (members []*member
 	}
 	defer null.Close()
 	argv := append([]string{"hvdrun", HelperArg, a.job.Grace.String(), a.path}, a.job.Command...)
-	for _, env := range envs {
+	for i, env := range envs {
 		var mine []*os.File // mine[i] is this process's end of the pipe to the helper's descriptor i+1
 		pid, err := a.family.start(helpers, func() (pid int, err error) {
-			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
-				[]bool{true, true, false, true})
-			return pid, err
+			start := func() error {
+				mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
+					[]bool{true, true, false, true})
+				return err
+			}
+			if a.cpus != nil {
+				return pid, binding.Start(a.cpus[i], start)
+			}
+			return pid, start()
 		}, a.family.killOrphans)
 		if err != nil {
 			return members, fmt.Errorf("launch: start a rank: %w", err)
@@ -475,6 +483,9 @@ func (a *agent) prepare() *refusal {
 			env = append(env, schedulerVariable(at.Addr()))
 		}
 	}
+	if err := a.bind(); err != nil {
+		return &refusal{Text: err.Error()}
+	}
 	a.env = env
 	for _, r := range a.job.Ranks {
 		a.envs = append(a.envs, slices.Concat(env, r))
@@ -500,6 +511,30 @@ func (a *agent) environment() []string {
 		return (strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")) && !IsOfHost(name)
 	})
 	return append(own, given...)
+}
+
+// bind finds the CPUs to which each rank of this host is bound.
+func (a *agent) bind() error {
+	if a.job.BindTo == "" {
+		return nil
+	}
+	fail := func(err error) error { return fmt.Errorf("--bind-to %s: %w", a.job.BindTo, err) }
+	allowed, err := binding.Allowed()
+	if err != nil {
+		return fail(err)
+	}
+	t, err := binding.Read(os.DirFS("/"), allowed)
+	if err != nil {
+		return fail(err)
+	}
+	for i := range a.job.Ranks {
+		cpus, err := t.Place(a.job.BindTo, i, len(a.job.Ranks))
+		if err != nil {
+			return fail(err)
+		}
+		a.cpus = append(a.cpus, cpus)
+	}
+	return nil
 }
 
 // reachStore dials the addresses of the job's store and returns the first one at which a server proves that

@@ -151,6 +151,7 @@ func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
 	for i, c := range conns {
 		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
 			Scheduler: j.o.Nodes != nil && j.several,
+			BindTo:    j.o.BindTo,
 			Restarts:  j.o.Nodes != nil && j.o.Nodes.Restarts > 0 || j.o.Elastic != nil}
 		if j.o.Starter != "" {
 			jobs[i].Grace = j.o.Grace

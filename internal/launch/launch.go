@@ -42,6 +42,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/outfile"
@@ -110,6 +111,10 @@ type Options struct {
 	// processes of the ranks meet there. If the address is not valid, Run does not set the variables for
 	// torch.distributed.
 	TorchStore netip.AddrPort
+
+	// BindTo says to what each rank is bound on its host, within the CPUs that the agent may use. If it is
+	// empty, ranks are not bound. It cannot be used with Nodes, Elastic and Starter.
+	BindTo binding.Unit
 
 	// Stdout and Stderr receive the output of the ranks. Stderr also receives the report. One goroutine
 	// writes to both. When Run returns, all output is written. There is one exception: if a Write hangs, a
@@ -284,6 +289,12 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		if err := o.Nodes.check(&o); err != nil {
 			return Result{}, err
 		}
+	}
+	if o.BindTo == binding.None {
+		o.BindTo = ""
+	}
+	if o.BindTo != "" && (o.Nodes != nil || o.Elastic != nil || o.Starter != "") {
+		return Result{}, &OptionError{"BindTo: only ranks that the launcher itself starts once can be bound"}
 	}
 	if len(o.Command) == 0 || o.Command[0] == "" {
 		return Result{}, &OptionError{"command: got none, want a program to run"}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/hashicorp/yamux"
 
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/dial"
 )
 
@@ -85,6 +86,8 @@ type hostJob struct {
 	// Scheduler says that the scheduler of a parameter server is on the host of the store, so that the agent
 	// gives its ranks the address of the scheduler too.
 	Scheduler bool
+	// BindTo is Options.BindTo. Ranks that are started again are not bound.
+	BindTo binding.Unit `json:",omitempty"`
 	// Restarts says that the launcher may order the agent to start ranks again.
 	Restarts bool
 	// Grace is how long the command may take to end after SIGTERM if the launcher is gone. If it is 0, the

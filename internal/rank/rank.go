@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/binding"
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -172,6 +173,7 @@ type Rank struct {
 	sets        setTable
 	dynamicSets bool
 	timeout     time.Duration // the timeout of operations without a timeout of their own
+	unbind      func() error  // nil if this process is not bound (HVD_BIND_TO)
 }
 
 // Start joins r to its job and waits until all ranks have joined. r must be the zero value before the call.
@@ -315,8 +317,14 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	if err := r.Place.Validate(); err != nil && r.member == nil {
 		return ecfg, err
 	}
+	if err := cfg.CheckBinding(); err != nil {
+		return ecfg, err
+	}
 	if ecfg.Cores, err = threadCores(cfg.ThreadAffinity, r.Place, affinity()); err != nil {
 		return ecfg, err
+	}
+	if err := r.bind(cfg.BindTo); err != nil {
+		return ecfg, fmt.Errorf("HVD_BIND_TO=%s: %w", cfg.BindTo, err)
 	}
 	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, cfg, overTCP,
 		ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors))
@@ -335,6 +343,30 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	}
 	r.observe(&ecfg, cfg, o.HasHandler)
 	return ecfg, nil
+}
+
+// bind binds this process to its part of the cores of the host, until release.
+func (r *Rank) bind(to binding.Unit) error {
+	if to == binding.None {
+		return nil
+	}
+	if r.member != nil {
+		return errors.New("the ranks of a host change in an elastic job, so they cannot be bound")
+	}
+	allowed, err := binding.Allowed()
+	if err != nil {
+		return err
+	}
+	t, err := binding.Read(os.DirFS("/"), allowed)
+	if err != nil {
+		return err
+	}
+	cpus, err := t.Place(to, r.Place.LocalRank, r.Place.LocalSize)
+	if err != nil {
+		return err
+	}
+	r.unbind, err = binding.Process(cpus)
+	return err
 }
 
 // oneGroup reports whether all ranks share memory. groups has the lowest rank of the group of each rank.
@@ -570,6 +602,9 @@ func (r *Rank) release() error {
 		errs = append(errs, r.meeting.Close())
 	}
 	r.mpi.Close()
+	if r.unbind != nil {
+		errs = append(errs, r.unbind())
+	}
 	if errs = append(errs, r.nccl.Close()); r.nccl == nil {
 		errs = append(errs, r.Devices.Close())
 	}

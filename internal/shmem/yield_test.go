@@ -1,6 +1,7 @@
 package shmem
 
 import (
+	"errors"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -70,6 +71,26 @@ func TestMove(t *testing.T) {
 			}
 		}
 		t.Error("the thread has never run on another core after a move")
+	})
+}
+
+// TestMoveStaysInside moves a thread that may use only one core, as one of a bound rank.
+func TestMoveStaysInside(t *testing.T) {
+	onOneCore(t, func() {
+		var all, one, after unix.CPUSet
+		own := core(t)
+		one.Set(int(own))
+		if err := errors.Join(unix.SchedGetaffinity(0, &all), unix.SchedSetaffinity(0, &one)); err != nil {
+			t.Error(err)
+			return
+		}
+		move()
+		if err := unix.SchedGetaffinity(0, &after); err != nil || after != one || core(t) != own {
+			t.Errorf("the thread runs on core %d and may use %v, want only %d; error %v", core(t), after, own, err)
+		}
+		if err := unix.SchedSetaffinity(0, &all); err != nil {
+			t.Error(err)
+		}
 	})
 }
 
