@@ -1,68 +1,105 @@
 #!/usr/bin/env bash
-# Runs the scripts of deploy/slurm under a real Slurm with two nodes, n1 and n2, which are both this machine. Needs root,
-# Debian's slurm-wlm and munge, PyPI, and PYTHON, an interpreter with PyTorch and the module venv.
+# Runs the scripts of deploy/slurm, signals before a time limit, requeues and limits of cgroups under a real Slurm with two
+# nodes (scripts/slurm-cluster.sh). Needs root, Debian's slurm-wlm and munge, PyPI, and PYTHON, an interpreter with PyTorch
+# and the module venv. TestSlurm in internal/e2e has the checks that need less.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [ "${1-}" != inside ]; then
-	# When the namespace ends, no daemon is left. The mounts are not seen outside.
-	exec unshare --mount --pid --fork --kill-child --mount-proc "$0" inside
-fi
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-address=$(hostname -I | cut -d' ' -f1)
-{
-	cat /etc/hosts
-	echo "${address:-127.0.0.1} n1 n2"
-} >"$work/hosts"
-mount --bind "$work/hosts" /etc/hosts
+fail() {
+	echo "slurm-check: $*" >&2
+	exit 1
+}
 
-chmod 755 "$work"
-dd if=/dev/urandom of="$work/key" bs=128 count=1 status=none
-chmod 400 "$work/key"
-munged --force --socket="$work/munge" --key-file="$work/key" --pid-file="$work/munged.pid" --log-file="$work/munged.log" \
-	--seed-file="$work/munged.seed"
-cat >"$work/slurm.conf" <<END
-ClusterName=check
-SlurmctldHost=$(hostname)(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthInfo=socket=$work/munge
-StateSaveLocation=$work/state
-SlurmdSpoolDir=$work/spool-%n
-SlurmctldPidFile=$work/slurmctld.pid
-SlurmdPidFile=$work/slurmd-%n.pid
-SlurmctldLogFile=$work/slurmctld.log
-SlurmdLogFile=$work/slurmd-%n.log
-SlurmctldPort=16817
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/cons_tres
-SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17001 CPUs=16 RealMemory=4000
-NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17002 CPUs=16 RealMemory=4000
-PartitionName=all Nodes=n1,n2 Default=YES
+# Runs a batch script with further arguments of sbatch, and prints its output, which is also in the file out.
+batch() {
+	local script=$1
+	shift
+	(cd "$work" && timeout 300 sbatch --quiet --wait --output=out "$@" "$script" ${args-}) || true
+	cat "$work/out"
+}
+
+# Writes a batch script to the file job.
+job() {
+	{
+		echo '#!/bin/bash'
+		cat
+	} >"$work/job"
+}
+
+if [ "${1-}" = limits ]; then # in a cluster with the plugin for limits
+	work=$2 error=
+	job <<'END'
+hvdrun doctor | grep -E 'affinity|cgroup '
+hvdrun -np 2 --bind-to core true
 END
-export SLURM_CONF=$work/slurm.conf
-slurmctld -f "$SLURM_CONF"
-for node in n1 n2; do slurmd -f "$SLURM_CONF" -N $node; done
+	batch job --nodes=1 --ntasks=2 --cpus-per-task=1 --mem=300
+	grep -q "MB\|MiB\|memory" "$work/out" || error=$(grep -hi 'error.*cgroup\|cgroup.*error' "$(dirname "$SLURM_CONF")"/slurmd-*.log | tail -n 1)
+	[ -z "$error" ] || {
+		echo "slurm-check: limits of cgroups are not checked, because this machine does not have them: $error" >&2
+		exit 0
+	}
+	job <<'END'
+hvdrun -np 2 --bind-to core true
+END
+	batch job --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=300
+	grep -q 'got 2 ranks on this host, but they may use only 1 core' "$work/out" || fail "hvdrun has ignored the cores of the job"
+	exit 0
+fi
 
+if [ "${1-}" = jobs ]; then # in a cluster
+	work=$2
+	for script in srun hvdrun; do
+		args=$work/train.py batch "$PWD/deploy/slurm/$script.sbatch"
+		[ "$(grep -c 'rank [0-7] of 8: sum of weights' "$work/out")" = 8 ] || fail "$script.sbatch has not trained on 8 ranks"
+	done
+	[ -z "$(find "$work" -maxdepth 1 -name '.gohvd-*')" ] || fail "srun.sbatch has left the job's secret"
+
+	cat >"$work/until.py" <<'END'
+import signal
+import gohvd.torch as hvd
+import torch
+
+flag = torch.zeros(1)
+signal.signal(signal.SIGUSR1, lambda *_: flag.fill_(1))
+hvd.init()
+while not hvd.allreduce(flag, name="stop", op=hvd.Max):
+    pass
+print("rank", hvd.rank(), "has saved its state", flush=True)
+END
+	(umask 077 && head -c 32 /dev/urandom | base64 >"$work/secret")
+	export HVD_SECRET_FILE=$work/secret
+	for way in "srun USR1@50 exec srun python3" "hvdrun B:USR1@50 exec hvdrun python3"; do
+		read -r name signal command <<<"$way"
+		job <<<"$command $work/until.py"
+		batch job --nodes=2 --ntasks-per-node=2 --time=1 --signal="$signal"
+		[ "$(grep -c 'has saved its state' "$work/out")" = 4 ] || fail "$name: not all ranks have got the signal before the time limit"
+	done
+
+	for command in "srun python3" "hvdrun python3"; do
+		job <<END
+[ -n "\${SLURM_RESTART_COUNT-}" ] || {
+	$command $work/until.py & # until the job is requeued
+	sleep 10
+	scontrol requeue \$SLURM_JOB_ID
+	wait
+}
+exec $command $work/train.py
+END
+		batch job --nodes=2 --ntasks-per-node=2 --requeue --open-mode=append
+		[ "$(grep -c 'rank [0-3] of 4: sum of weights' "$work/out")" = 4 ] || fail "$command: the job has not trained after the requeue"
+		rm "$work/out"
+	done
+	exit 0
+fi
+
+work=$(mktemp -d)
+chmod 755 "$work"
+trap 'rm -rf "$work"' EXIT
 make --no-print-directory wheel WHEELS="$("${GO:-go}" env GOARCH)" DIST="$work/dist"
 "$PYTHON" -m venv --system-site-packages "$work/venv"
 "$work/venv/bin/pip" install --quiet --no-index "$work"/dist/gohvd-*.whl
 awk '/^```$/ {on = 0} on; /^```python$/ {on = 1}' docs/quickstart.md >"$work/train.py"
-for script in srun hvdrun; do
-	PATH=$work/venv/bin:$PATH OMP_NUM_THREADS=1 HOME=$work timeout 300 \
-		sbatch --quiet --wait --output="$work/$script.out" "deploy/slurm/$script.sbatch" "$work/train.py" || true
-	cat "$work/$script.out"
-	[ "$(grep -c 'rank [0-7] of 8: sum of weights' "$work/$script.out")" = 8 ] || {
-		echo "slurm-check: $script.sbatch has not trained on 8 ranks" >&2
-		exit 1
-	}
-done
-[ -z "$(find "$work" -maxdepth 1 -name '.gohvd-*')" ] || {
-	echo "slurm-check: srun.sbatch has left the job's secret" >&2
-	exit 1
-}
+export PATH=$work/venv/bin:$PATH OMP_NUM_THREADS=1 HOME=$work
+scripts/slurm-cluster.sh "$0" jobs "$work"
+SLURM_TASK_PLUGIN=task/cgroup,task/affinity scripts/slurm-cluster.sh "$0" limits "$work"
 echo "slurm-check: passed"

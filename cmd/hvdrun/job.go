@@ -146,6 +146,11 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 	if j.nodes, err = r.nodes(flags); err != nil {
 		return nil, err
 	}
+	if j.hosts == nil && r.elasticFlags.discovery == "" {
+		if j.hosts, err = r.allocated(j.nodes == nil); err != nil {
+			return nil, err
+		}
+	}
 	if j.hosts, err = hostsOfNodes(j.hosts, j.nodes); err != nil {
 		return nil, err
 	}

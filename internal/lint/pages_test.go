@@ -196,8 +196,8 @@ var otherVariables = []string{
 // otherFlags has flags that pages name and that belong to other programs.
 var otherFlags = []string{
 	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "rm", "shm-size", "ulimit", // docker, srun
-	"ntasks-per-node", "distribution", "unbuffered", // srun
-	"bind-to", "map-by", "mca", "timestamp-output", // mpirun
+	"ntasks-per-node", "distribution", "unbuffered", "signal", // srun, sbatch
+	"map-by", "mca", "timestamp-output", // mpirun
 	"from-literal",                                              // kubectl
 	"standalone", "nproc-per-node", "no-python", "rdzv-backend", // torchrun
 	"system-site-packages", // python3 -m venv
