@@ -79,7 +79,7 @@ func runs(t *testing.T, n int, settings map[string]string,
 	err = cluster(t, n, settings, func(ctx context.Context, at jobPlace, rank int) error {
 		o := sample()
 		change(&o, rank)
-		return measure(ctx, o, at, streams{&outs[rank], &logs[rank]})
+		return measure(ctx, o, at, streams{&outs[rank], &logs[rank]}, nil)
 	})
 	for r := 1; r < n; r++ {
 		if outs[r].Len() > 0 {

@@ -55,13 +55,20 @@ func (d distance) state() string {
 	return "far"
 }
 
+// String describes d for users.
+func (d distance) String() string {
+	if len(d.cores) < 2 {
+		return fmt.Sprintf("core %d: single: this process may use only one core", d.cores[0])
+	}
+	return fmt.Sprintf("cores %d and %d: %s: round trip of a cache line %.3f us, read of 64 KiB that the other core has just written %.2f us",
+		d.cores[0], d.cores[1], d.state(), d.roundTrip, d.read)
+}
+
 // print prints d in one of the formats.
 func (d distance) print(w io.Writer, format string) error {
-	text := fmt.Sprintf("core %d: single: this process may use only one core\n", d.cores[0])
+	text := d.String() + "\n"
 	second, times := "", ","
 	if len(d.cores) > 1 {
-		text = fmt.Sprintf("cores %d and %d: %s: round trip of a cache line %.3f us, read of 64 KiB that the other core has just written %.2f us\n",
-			d.cores[0], d.cores[1], d.state(), d.roundTrip, d.read)
 		second, times = fmt.Sprint(d.cores[1]), fmt.Sprintf("%.4f,%.4f", d.roundTrip, d.read)
 	}
 	if format == "csv" {

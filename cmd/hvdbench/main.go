@@ -65,7 +65,8 @@ func interruptible(ctx context.Context) (context.Context, func()) {
 // run runs hvdbench and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	cmd := newCommand(func(ctx context.Context, o options) error {
-		return measure(ctx, o, jobPlace{}, streams{stdout, stderr})
+		return measure(ctx, o, jobPlace{}, streams{stdout, stderr},
+			func(ctx context.Context) (distance, error) { return measureCores(ctx, coresLimit) })
 	})
 	cmd.SetArgs(args)
 	cmd.SetOut(stdout)

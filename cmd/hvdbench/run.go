@@ -23,7 +23,8 @@ type streams struct{ out, err io.Writer }
 
 // measure runs the benchmark of o together with the other ranks of the job. Rank 0 prints the results on
 // s.out. If results were wrong, the error is a *wrongError. If ctx ends, measure prints the results that it
-// has.
+// has. Before and after the results, it prints what the function cores says of the cores of this host. cores
+// may be nil.
 //
 // The rules of a measurement:
 //
@@ -33,7 +34,8 @@ type streams struct{ out, err io.Writer }
 //  3. Between the two readings of the clock nothing happens but the operation. The loop around it does not
 //     print, send or allocate anything.
 //  4. GB is 10^9 bytes. busbw is as nccl-tests defines it (doc/PERFORMANCE.md there; busFactor here).
-func measure(ctx context.Context, o options, at jobPlace, s streams) error {
+func measure(ctx context.Context, o options, at jobPlace, s streams,
+	cores func(context.Context) (distance, error)) error {
 	j, err := join(ctx, at, o.raw, o.gpu)
 	if err != nil {
 		return err
@@ -42,6 +44,8 @@ func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 		out: &printer{w: s.out, csv: o.format == "csv"}}
 	if b.team.Rank() != 0 {
 		b.out.w = io.Discard
+	} else if b.team.Size() > 1 {
+		b.cores = cores
 	}
 	err = b.all(ctx)
 	return errors.Join(err, j.leave(ctx))
@@ -52,6 +56,7 @@ type benchmark struct {
 	options
 	job        *job
 	team       *team
+	cores      func(context.Context) (distance, error) // nil if this rank does not measure them
 	log        io.Writer
 	out        *printer
 	numResults int
@@ -88,6 +93,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	}
 	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
 		b.kind, b.team.Size(), b.team, b.memoryName(), touched, b.iters, b.warmup)
+	before := b.state(ctx, "before")
 	b.out.begin(title)
 	var err error
 	switch {
@@ -95,6 +101,9 @@ func (b *benchmark) all(ctx context.Context) error {
 		err = b.workloads(ctx)
 	default:
 		err = b.sweep(ctx)
+	}
+	if after := b.state(ctx, "after"); before != "" && after != "" && after != before {
+		b.out.note("the cores were " + before + " before and are " + after + " after: compare times only of one state")
 	}
 	b.out.end(b.wrong)
 	if err == nil {
@@ -109,6 +118,21 @@ func (b *benchmark) all(ctx context.Context) error {
 		return &wrongError{b.wrong}
 	}
 	return nil
+}
+
+// state measures and prints how far apart the cores of this host are, and returns the name of the state, or
+// "" if it is unknown. The other ranks wait meanwhile.
+func (b *benchmark) state(ctx context.Context, when string) string {
+	if b.cores == nil {
+		return ""
+	}
+	d, err := b.cores(ctx)
+	if err != nil {
+		b.out.note(fmt.Sprintf("%s: the state of the cores is unknown: %v", when, err))
+		return ""
+	}
+	b.out.note(when + ": " + d.String())
+	return d.state()
 }
 
 // add prints the results of a line and counts them.

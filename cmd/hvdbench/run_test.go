@@ -359,7 +359,7 @@ func TestInterrupted(t *testing.T) {
 				return out.Write(p)
 			})
 		}
-		err := measure(ctx, o, at, s)
+		err := measure(ctx, o, at, s, nil)
 		if rank == 0 && !errors.Is(err, context.Canceled) {
 			t.Errorf("rank 0: got error %v, want the context's", err)
 		}
@@ -382,5 +382,45 @@ func TestBackendFails(t *testing.T) {
 	j, err := join(t.Context(), jobPlace{settings: settings}, true, false)
 	if j != nil || err == nil || !strings.Contains(err.Error(), "open the backend: ") {
 		t.Errorf("got job %v and error %v", j, err)
+	}
+}
+
+// TestStateOfTheCores checks that rank 0 prints the state of the cores before and after the results, and a
+// warning if the state has changed. A benchmark whose cores are busy goes on.
+func TestStateOfTheCores(t *testing.T) {
+	near, far := distance{[]int{0, 1}, 0.06, 2.5}, distance{[]int{0, 1}, 0.33, 4.5}
+	const changed = "the cores were near before and are far after: compare times only of one state"
+	for name, c := range map[string]struct {
+		states []distance
+		want   []string
+	}{
+		"near": {[]distance{near, near}, []string{"# before: cores 0 and 1: near: ",
+			"# after: cores 0 and 1: near: "}},
+		"changed": {[]distance{near, far}, []string{"# before: cores 0 and 1: near: ",
+			"# after: cores 0 and 1: far: ", changed}},
+		"busy": {nil, []string{"# before: the state of the cores is unknown: busy",
+			"# after: the state of the cores is unknown: busy"}},
+	} {
+		outs := make([]strings.Builder, 2)
+		var calls int
+		err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
+			cores := func(context.Context) (distance, error) {
+				if c.states == nil {
+					return distance{}, errors.New("busy")
+				}
+				calls++ // only rank 0 calls this
+				return c.states[calls-1], nil
+			}
+			return measure(ctx, sample(), at, streams{&outs[rank], io.Discard}, cores)
+		})
+		out := outs[0].String()
+		for _, w := range c.want {
+			if err != nil || !strings.Contains(out, w) {
+				t.Errorf("%s: error %v and %q, want %q in it", name, err, out, w)
+			}
+		}
+		if warned := strings.Contains(out, changed); warned != (name == "changed") || outs[1].Len() > 0 {
+			t.Errorf("%s: rank 0 printed %q, and rank 1 %q", name, out, &outs[1])
+		}
 	}
 }
