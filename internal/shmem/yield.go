@@ -24,11 +24,11 @@ const (
 	// and would otherwise move together.
 	minSwitches, maxSwitches = 16, 48
 	// firstPause is the least time between two moves. After each move the time doubles, up to longestPause,
-	// so that moves cost nothing if all cores are busy. It is firstPause again if a thread has needed no move
-	// for calm times the last pause.
+	// so that moves cost nothing if all cores are busy. It is firstPause again when a move has helped: when
+	// helpedYields yields in a row have run no other thread.
 	firstPause   = 2 * time.Millisecond
 	longestPause = time.Second
-	calm         = 16
+	helpedYields = 64
 )
 
 // A Yielder yields the core of a thread that waits for other processes, and moves the thread to another core
@@ -44,6 +44,7 @@ type Yielder struct {
 	Stay bool
 
 	switches  int // the number of the last yields in a row that ran another thread
+	alone     int // the number of the last yields in a row that ran no other thread
 	limit     int // the number of switches after which the thread moves
 	moved     time.Time
 	pause     time.Duration
@@ -69,8 +70,12 @@ func (y *Yielder) Yield() {
 func (y *Yielder) note(took time.Duration, now time.Time) bool {
 	if took < switchTime {
 		y.switches = 0
+		if y.alone++; y.alone == helpedYields && y.pause > 0 {
+			y.pause, y.mayMoveAt = 0, y.moved.Add(firstPause)
+		}
 		return false
 	}
+	y.alone = 0
 	if y.switches == 0 {
 		y.limit = minSwitches + rand.IntN(maxSwitches-minSwitches)
 	}
@@ -78,11 +83,7 @@ func (y *Yielder) note(took time.Duration, now time.Time) bool {
 	if y.switches < y.limit || now.Before(y.mayMoveAt) {
 		return false
 	}
-	if y.pause == 0 || now.Sub(y.moved) > calm*y.pause {
-		y.pause = firstPause
-	} else {
-		y.pause = min(2*y.pause, longestPause)
-	}
+	y.pause = min(max(2*y.pause, firstPause), longestPause)
 	y.switches, y.moved, y.mayMoveAt = 0, now, now.Add(y.pause)
 	return true
 }

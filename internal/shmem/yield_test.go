@@ -163,10 +163,29 @@ func TestYielderPauses(t *testing.T) {
 			t.Errorf("a move came %v after the last one, want %v", got, min(want, longestPause))
 		}
 	}
-	now = now.Add(calm * longestPause)
-	next()
-	if got := next(); got != firstPause {
-		t.Errorf("after a calm time, a move came %v after the last one, want %v", got, firstPause)
+	// A few yields that run no other thread do not show that a move has helped.
+	alone := func(yields int) {
+		for range yields {
+			now = now.Add(time.Microsecond)
+			y.note(switchTime-1, now)
+		}
+	}
+	for _, yields := range []int{helpedYields - 1, 1} {
+		alone(yields)
+		if got := next(); got < longestPause-time.Millisecond {
+			t.Errorf("after %d yields alone, a move came %v after the last one, want about %v", yields, got,
+				longestPause)
+		}
+	}
+	// When a move has helped, the next one need not wait for the end of the long pause.
+	alone(helpedYields)
+	if got := next(); got > firstPause {
+		t.Errorf("after a move that has helped, the next one came %v later, want at most %v", got, firstPause)
+	}
+	for want := firstPause; want < longestPause; want *= 2 {
+		if got := next(); got != want {
+			t.Errorf("after that, a move came %v after the last one, want %v", got, want)
+		}
 	}
 }
 
