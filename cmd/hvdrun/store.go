@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -51,7 +52,8 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	f.SortFlags = false
 	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "address `HOST:PORT` at which the store listens; port 0 chooses a free port")
 	f.StringVar(&s.secretFile, "secret-file", "",
-		"`FILE` with the secret that clients must know, at least 16 bytes (for the ranks: HVD_SECRET_FILE)")
+		"`FILE` with the secret that clients must know, at least 16 bytes (for the ranks: HVD_SECRET_FILE); "+
+			"- reads it from the first line of standard input, and serves the store until standard input ends")
 	f.BoolVar(&s.insecure, "insecure", false,
 		"serve without a secret, even if other users or hosts can reach the address (for the ranks: HVD_INSECURE)")
 	f.BoolVar(&s.torch, "torch", false, "speak PyTorch's TCPStore protocol, which is unauthenticated, instead of gohvd's own store protocol")
@@ -61,7 +63,8 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	return cmd
 }
 
-// serveStore serves a store until hvdrun gets SIGINT or SIGTERM.
+// serveStore serves a store until hvdrun gets SIGINT or SIGTERM. If the secret comes from standard input, the
+// store also ends with standard input, because then the program that started it has ended.
 func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
@@ -71,9 +74,9 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	case s.torch && s.secretFile != "":
 		return usagef("--torch and --secret-file cannot be used together, because PyTorch's protocol has no secret")
 	case s.secretFile != "":
-		text, err := os.ReadFile(s.secretFile)
+		text, err := readSecret(s.secretFile, stop)
 		if err == nil {
-			cfg.Secret, err = secret.Parse(string(text))
+			cfg.Secret, err = secret.Parse(text)
 		}
 		if err != nil {
 			return usagef("--secret-file: %v", err)
@@ -115,6 +118,22 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	fmt.Fprintf(r.stdout, "listening on %s\n", server.Addr())
 	<-ctx.Done()
 	return server.Close()
+}
+
+// readSecret returns the text of the secret in a file. If name is "-", the secret is the first line of
+// standard input, and ended is called when standard input ends.
+func readSecret(name string, ended func()) (string, error) {
+	if name != "-" {
+		text, err := os.ReadFile(name)
+		return string(text), err
+	}
+	stdin := bufio.NewReader(os.Stdin)
+	text, err := stdin.ReadString('\n')
+	go func() {
+		_, _ = io.Copy(io.Discard, stdin)
+		ended()
+	}()
+	return text, err
 }
 
 // listenAddr returns addr with its port as a number, because clients compute the name of the socket that

@@ -98,6 +98,43 @@ func TestStoreAlone(t *testing.T) {
 	}
 }
 
+// TestStoreEndsWithItsParent checks that hvdrun store takes its secret from standard input, and ends when
+// standard input ends.
+func TestStoreEndsWithItsParent(t *testing.T) {
+	const text = "sixteen bytes or more"
+	key, err := secret.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := hvdrun(t, "store", "--secret-file", "-")
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintln(in, text)
+	line, err := bufio.NewReader(out).ReadString('\n')
+	addr, ok := strings.CutPrefix(strings.TrimSpace(line), "listening on ")
+	if err != nil || !ok {
+		t.Fatalf("got %q, %v", line, err)
+	}
+	s, err := store.Dial(testnet.Context(t), addr, store.Config{Secret: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
+	in.Close()
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("the store ended with %v", err)
+	}
+}
+
 // TestStoreAloneRefuses checks that hvdrun store fails with an error if its flags are wrong or contradict
 // each other.
 func TestStoreAloneRefuses(t *testing.T) {
