@@ -31,7 +31,7 @@ check: test others ## everything CI runs
 
 # The targets of others that only read the working tree, so that make -j may run them at the same time.
 .PHONY: readers
-readers: format vet race nocgo noasm test-mpi test-nccl test-new-torch wheel-check image
+readers: format vet race nocgo noasm test-mpi test-nccl test-new-torch test-ray wheel-check image
 
 .PHONY: others
 others: readers ## everything CI runs except the tests; make -j2 overlaps the waits of the targets
@@ -39,7 +39,7 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
+nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
@@ -232,6 +232,22 @@ test-frameworks: python-programs ## train with Lightning and run Accelerate's ow
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy lightning accelerate
 	HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/frameworks.py
+
+# The tests of a module of python/tests that needs a cluster, in a network namespace that has only loopback. The first
+# argument is the interpreter, and the third has folders with further modules.
+TEST_CLUSTER = cd python/tests && HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" OMP_NUM_THREADS=1 \
+	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/python/horovod_shim:$(3)" unshare --net sh -c 'ip link set lo up && exec "$$@"' sh "$(1)" -m unittest -v $(2)
+
+RAY_PYTHON = $$(scripts/venv.sh ray /usr/bin/python3 'ray[train]==2.60.0' numpy==2.4.6)
+
+.PHONY: test-ray
+test-ray: python-programs ## test jobs on Ray, on a cluster of two nodes on this machine; needs root and PyPI
+	python=$(RAY_PYTHON); $(call TEST_CLUSTER,$$python,ray_jobs)
+
+.PHONY: test-ray-train
+test-ray-train: python-programs ## train with Ray Train; needs root and PyPI
+	python=$(RAY_PYTHON); torch=$$("$$(scripts/new-torch.sh)" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
+	$(call TEST_CLUSTER,$$python,ray_jobs.RayTest.test_ray_train,$$torch)
 
 .PHONY: bench
 bench: ## run all benchmarks, or those that match BENCH=regexp

@@ -22,6 +22,14 @@ def find(name: str) -> str | None:
     return in_package(name) or shutil.which(name)
 
 
+def path_of_hvdrun() -> str:
+    """Returns the path of hvdrun: HVD_RUN, or else what ``find`` returns. Raises RuntimeError if there is none."""
+    path = os.environ.get("HVD_RUN") or find("hvdrun")
+    if path is None:
+        raise RuntimeError("gohvd: found no hvdrun: HVD_RUN is not set, and hvdrun is neither in the package gohvd nor on PATH")
+    return path
+
+
 def execute(name: str, *args: str) -> NoReturn:
     """Replaces this process by the program of this package.
 

@@ -207,7 +207,6 @@ class Modules(RanksTest):
             ("keras", "gohvd supports PyTorch"),
             ("mxnet", "gohvd supports PyTorch"),
             ("spark", "on Spark: start the ranks with hvdrun"),
-            ("ray", "on Ray: start the ranks with hvdrun"),
         ):
             # As with a Horovod that was built without this framework, the module is found but cannot be imported.
             self.assertIsNotNone(importlib.util.find_spec("horovod." + name))

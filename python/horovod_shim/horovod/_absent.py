@@ -14,7 +14,6 @@ _INSTEAD: dict[str, str] = {
     "horovod._keras": _FRAMEWORK,
     "horovod.mxnet": _FRAMEWORK,
     "horovod.spark": "gohvd does not start jobs on Spark: " + _LAUNCHER,
-    "horovod.ray": "gohvd does not start jobs on Ray: " + _LAUNCHER,
 }
 
 

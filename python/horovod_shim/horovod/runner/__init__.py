@@ -70,7 +70,7 @@ def run(
         raise NotImplementedError(
             "gohvd: run: this version has no elastic jobs: omit min_num_proc and max_num_proc, or set both to num_proc"
         )
-    command = [_hvdrun()]
+    command = [_programs.path_of_hvdrun()]
     options = {
         "--num-proc": 1 if ranks is None and hosts is None and hostfile is None else ranks,
         "--hosts": hosts,
@@ -104,15 +104,6 @@ def run(
         return _results(directory, status)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _hvdrun() -> str:
-    program = os.environ.get("HVD_RUN") or _programs.find("hvdrun")
-    if program is None:
-        raise RuntimeError(
-            "gohvd: run: found no hvdrun: HVD_RUN is not set, and hvdrun is neither in the package gohvd nor on PATH"
-        )
-    return program
 
 
 def _results(directory: str, status: int) -> list[Any]:

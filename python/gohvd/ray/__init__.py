@@ -1,0 +1,258 @@
+"""Runs jobs on a Ray cluster (docs/clusters.md): ``RayExecutor`` for functions that call ``hvd.init()``, and
+``TorchConfig`` for Ray Train. Needs the extra ``gohvd[ray]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .. import __version__, _engine, _exit, _meeting
+from ..exceptions import HorovodInternalError, PeerError
+
+__all__ = ["RayExecutor", "TorchConfig"]
+
+# If ranks fail because another rank has failed, the error of that rank is waited for.
+_CAUSE_SECONDS = 10.0
+# How long the workers may take to leave their job when the executor shuts down.
+_LEAVE_SECONDS = 10.0
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchConfig":  # it needs torch, RayExecutor does not
+        from .train import TorchConfig
+
+        return TorchConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@dataclasses.dataclass
+class Settings:
+    """The settings of an executor (``RayExecutor.create_settings``)."""
+
+    timeout_s: float = 30
+    placement_group_timeout_s: float = 100
+    nics: Sequence[str] = ()
+
+
+class _Worker:
+    """The Ray actor that is one rank. Its methods run one after the other in the main thread of its process."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._name = f"rank {rank} of {size}"
+        self._executable: Any = None
+
+    def __repr__(self) -> str:
+        return self._name  # Ray prints it before the output of the process and in its errors
+
+    def version(self) -> str:
+        return __version__
+
+    def gpus(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
+
+    def set_environment(self, env: dict[str, str]) -> None:
+        os.environ.update(env)
+
+    def start_executable(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._executable = cls(*args, **kwargs)
+
+    def execute(self, fn: Callable[[Any], Any]) -> Any:
+        return self.run(fn, (self._executable,), {})
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as e:
+            # The process goes on, so without this the other ranks would wait for this rank.
+            _engine.engine.fail(_exit.raised(e))
+            raise
+
+    def leave(self) -> None:
+        _engine.engine.shutdown()
+
+
+class RayExecutor:
+    """Runs functions at all ranks of a job whose ranks are actors on a Ray cluster.
+
+    Give either num_workers, and Ray places them on as few nodes as possible, or num_hosts, and each of so many nodes
+    gets num_workers_per_host. With use_gpu each worker has gpus_per_worker GPUs, by default one, and
+    ``torch.cuda.set_device(hvd.local_rank())`` selects its first if there is one for each.
+    """
+
+    @staticmethod
+    def create_settings(
+        timeout_s: float = 30, ssh_identity_file: str | None = None, ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100, nics: Sequence[str] | None = None,
+    ) -> Settings:  # fmt: skip
+        """Returns settings. All ranks must have joined timeout_s seconds after the first ``hvd.init()``, and the cluster
+        must have found places for the workers within placement_group_timeout_s. nics are network interfaces, as for
+        HOROVOD_GLOO_IFACE. Nothing uses ssh.
+        """
+        return Settings(timeout_s, placement_group_timeout_s, nics or ())
+
+    def __init__(
+        self, settings: Settings | None = None, num_workers: int | None = None, num_hosts: int | None = None,
+        num_workers_per_host: int = 1, cpus_per_worker: int = 1, use_gpu: bool = False, gpus_per_worker: int | None = None,
+    ) -> None:  # fmt: skip
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError(f"got num_workers {num_workers} and num_hosts {num_hosts}, want one of them")
+        if gpus_per_worker and not use_gpu:
+            raise ValueError(f"got gpus_per_worker {gpus_per_worker}, but use_gpu is False")
+        self._settings = settings or Settings()
+        self._per_bundle = 1 if num_hosts is None else num_workers_per_host
+        self.num_workers: int = num_workers if num_hosts is None else num_hosts * num_workers_per_host  # type: ignore[assignment]
+        if self.num_workers < 1 or self._per_bundle < 1:
+            raise ValueError(f"got {self.num_workers} workers, want at least 1")
+        self._strategy = "PACK" if num_hosts is None else "STRICT_SPREAD"
+        self._resources = {"CPU": cpus_per_worker, "GPU": (gpus_per_worker or 1) if use_gpu else 0}
+        self._group: Any = None
+        self._store: _meeting.Store | None = None
+        self._workers: list[Any] = []
+        self._hosts: list[str] = []
+
+    def start(
+        self, executable_cls: type | None = None, executable_args: Sequence[Any] | None = None,
+        executable_kwargs: dict[str, Any] | None = None, extra_env_vars: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Starts the workers. Each gets the variables in extra_env_vars, and makes an object of executable_cls for
+        ``execute``. Raises TimeoutError if the cluster has no places for the workers.
+        """
+        if self._group is not None:
+            raise RuntimeError("gohvd: the executor is already started: call shutdown() first")
+        try:
+            self._place()
+            self._join(extra_env_vars or {})
+            if executable_cls is not None:
+                args, kwargs = executable_args or (), executable_kwargs or {}
+                self._collect([w.start_executable.remote(executable_cls, args, kwargs) for w in self._workers])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _place(self) -> None:
+        if ray.util.client.ray.is_connected():
+            raise RuntimeError(
+                "gohvd: the workers cannot reach a driver that uses Ray Client: submit the program with ray job submit, or "
+                "make the executor in a remote function"
+            )
+        bundle = {kind: n * self._per_bundle for kind, n in self._resources.items() if n}
+        bundles = [bundle] * (self.num_workers // self._per_bundle)
+        self._group = placement_group(bundles, strategy=self._strategy)
+        limit = self._settings.placement_group_timeout_s
+        if not self._group.wait(limit):
+            raise TimeoutError(
+                f"gohvd: Ray found no places for {self.num_workers} workers within {limit} s: they need {len(bundles)} times "
+                f"{bundle} ({self._strategy}), the cluster has {ray.cluster_resources()} and of these available "
+                f"{ray.available_resources()}"
+            )
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        order = _meeting.by_host([nodes[i] for i in range(len(bundles))])
+        places = [i for i in order for _ in range(self._per_bundle)]
+        self._hosts = [address[nodes[i]] for i in places]
+        cls = ray.remote(_Worker)
+        cpus, gpus = self._resources["CPU"], self._resources["GPU"]
+        self._workers = [
+            cls.options(
+                num_cpus=cpus, num_gpus=gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, i)
+            ).remote(rank, self.num_workers)
+            for rank, i in enumerate(places)
+        ]
+
+    def _join(self, extra: dict[str, str]) -> None:
+        """Tells the workers of which job they are. The secret is an argument of a method, which Ray does not show. The
+        arguments of the actors and their environment are in Ray's tables.
+        """
+        versions = [w.version.remote() for w in self._workers]
+        limit = self._settings.placement_group_timeout_s
+        _, late = ray.wait(versions, num_returns=len(versions), timeout=limit)
+        if late:
+            ranks = [rank for rank, ref in enumerate(versions) if ref in late]
+            raise TimeoutError(f"gohvd: the workers of ranks {ranks} have not started within {limit} s: see Ray's logs")
+        _meeting.check_versions(__version__, self._collect(versions), self._hosts)
+        gpus = self._collect([w.gpus.remote() for w in self._workers])
+        self._store = _meeting.Store(ray.util.get_node_ip_address())
+        calls = []
+        for rank, (worker, host) in enumerate(zip(self._workers, self._hosts)):
+            env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self._settings.timeout_s)}
+            if self._settings.nics:
+                env["HOROVOD_GLOO_IFACE"] = ",".join(self._settings.nics)
+            if gpus[rank]:  # NCCL connects GPUs of a host that all its processes see
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(g for g, h in zip(gpus, self._hosts) if h == host)
+            env |= extra | _meeting.environment(self._store.place, rank, self._hosts)
+            calls.append(worker.set_environment.remote(env))
+        self._collect(calls)
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Calls fn(*args, **kwargs) at each rank, and returns the results by rank.
+
+        If ranks fail, raises the exception of the rank that failed first, with the worker's traceback. Raises PeerError,
+        which names the rank, if its process has ended.
+        """
+        return self._collect(self.run_remote(fn, args, kwargs))
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Calls fn(*args, **kwargs) at each rank, and returns the object references of the results by rank."""
+        return [w.run.remote(fn, args or (), kwargs or {}) for w in self._started()]
+
+    def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Calls fn with the worker's object of executable_cls at each rank, and returns the results by rank. It raises
+        the exceptions of ``run``.
+        """
+        return self._collect([w.execute.remote(fn) for w in self._started()])
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Calls fn with the worker's object of executable_cls at rank 0, and returns the result."""
+        return self._collect([self._started()[0].execute.remote(fn)])[0]
+
+    def shutdown(self) -> None:
+        """Ends the workers, and frees their places. The executor may be started again."""
+        if self._workers and self._store is not None:
+            ray.wait([w.leave.remote() for w in self._workers], num_returns=len(self._workers), timeout=_LEAVE_SECONDS)
+        for w in self._workers:
+            ray.kill(w)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        if self._store is not None:
+            self._store.close()
+        self._workers, self._group, self._store = [], None, None
+
+    def _started(self) -> list[Any]:
+        if not self._workers:
+            raise RuntimeError("gohvd: the executor is not started: call start() first")
+        return self._workers
+
+    def _collect(self, refs: list[Any]) -> list[Any]:
+        """Returns the values of references, one of each rank. Raises the error of the rank that failed first."""
+        pending = dict(zip(refs, range(len(refs))))
+        failure: BaseException | None = None
+        deadline = None
+        while pending:
+            limit = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(pending), timeout=limit)
+            if not done:
+                break
+            rank = pending.pop(done[0])
+            try:
+                ray.get(done[0])
+            except ray.exceptions.RayActorError as e:
+                raise PeerError(f"gohvd: rank {rank} on {self._hosts[rank]} has failed: {e}", [rank]) from e
+            except HorovodInternalError as e:
+                if failure is None:
+                    failure, deadline = e, time.monotonic() + _CAUSE_SECONDS
+        if failure is not None:
+            raise failure
+        return ray.get(refs)

@@ -1,0 +1,5 @@
+import sys
+
+import gohvd.ray
+
+sys.modules[__name__] = gohvd.ray
