@@ -39,7 +39,7 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train ## the checks that take too long for each change: a few hours
+nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
@@ -248,6 +248,10 @@ test-ray: python-programs ## test jobs on Ray, on a cluster of two nodes on this
 test-ray-train: python-programs ## train with Ray Train; needs root and PyPI
 	python=$(RAY_PYTHON); torch=$$("$$(scripts/new-torch.sh)" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
 	$(call TEST_CLUSTER,$$python,ray_jobs.RayTest.test_ray_train,$$torch)
+
+.PHONY: test-spark
+test-spark: python-programs ## test jobs on Spark, on a cluster of two workers on this machine; needs root, Java and PyPI
+	python=$$(scripts/venv.sh spark /usr/bin/python3 pyspark==4.3.0 numpy==2.4.6); $(call TEST_CLUSTER,$$python,spark_jobs)
 
 .PHONY: bench
 bench: ## run all benchmarks, or those that match BENCH=regexp

@@ -104,7 +104,7 @@ var every = map[string]string{
 	"HVD_JOB_ID":   "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
 	"HVD_LEADERS_ABOVE":  "8",
 	"HVD_SIDECAR_BINARY": "hvdd", "HVD_LIBRARY": "libgohvd.so",
-	"HVD_RUN": "hvdrun", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt",
+	"HVD_RUN": "hvdrun", "HOROVOD_SPARK_START_TIMEOUT": "900", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt",
 	"HVD_INSECURE": "1", "HVD_TLS": "1",
 	"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/8", "HVD_RENDEZVOUS_HOST": "h0", "HVD_RENDEZVOUS_PORT": "4712",
 	"HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",

@@ -26,7 +26,7 @@ type Inert struct {
 const (
 	noTorus     = "this version has no torus algorithm"
 	noJsrun     = "hvdrun does not run jsrun; --mpi runs mpirun (docs/mpi.md)"
-	noSpark     = "gohvd has no Spark integration"
+	noSpark     = "the arguments of gohvd.spark.run take its place (docs/clusters.md)"
 	noPreflight = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
 	noSecret    = "each job has a secret of its own: see HVD_SECRET_FILE"
 	testOnly    = "only Horovod's own tests use it"
@@ -53,7 +53,6 @@ var inerts = []Inert{
 		"nodes of one host use Unix sockets and shared memory, others TCP (docs/ps.md); the priority of a request, as of the van p3, always counts"},
 	{"PS_DROP_MSG", "", "0", "",
 		"tests of this module inject faults by rule and seed (internal/transport/faulty)"},
-	{"HOROVOD_SPARK_START_TIMEOUT", "", "600", "", noSpark},
 	{"HOROVOD_SPARK_*", "", "", "", noSpark},
 	{"HOROVOD_TEST_GPU", "", "0", "", testOnly},
 	{"HOROVOD_MIXED_INSTALL", "", "0", "", testOnly},

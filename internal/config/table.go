@@ -145,6 +145,13 @@ var settings = []Setting{
 		kind:    seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
 	},
 	{
+		Name: "HOROVOD_SPARK_START_TIMEOUT", Section: sectionStart, Scope: PerProcess,
+		Default: "600",
+		Doc: "for how many seconds gohvd.spark.run waits for slots for all ranks, unless its argument start_timeout says it " +
+			"(docs/clusters.md)",
+		kind: anything("a number of seconds"),
+	},
+	{
 		Name: "HOROVOD_ELASTIC_TIMEOUT", Section: sectionStart, Scope: PerJob,
 		Flags:   []Flag{{Name: "elastic-timeout", Arg: "SECONDS"}},
 		Default: "600",

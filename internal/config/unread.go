@@ -43,8 +43,8 @@ func (c *Config) WarnUnread(r Reader) {
 // other program. HVD_SIZE=1 in a node is for its calls of Init.
 func (s Setting) always() bool {
 	return s.Scope == ByLauncher ||
-		slices.Contains([]string{"HVD_SIZE", "PORT", "HVD_RUN", LibraryVariable, SidecarVariable,
-			SidecarBinaryVariable}, s.Name)
+		slices.Contains([]string{"HVD_SIZE", "PORT", "HVD_RUN", "HOROVOD_SPARK_START_TIMEOUT", LibraryVariable,
+			SidecarVariable, SidecarBinaryVariable}, s.Name)
 }
 
 // nodeSettings are the settings outside of the section about parameter servers that nodes use.

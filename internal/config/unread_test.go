@@ -19,7 +19,7 @@ import (
 
 // exempt are settings that hvdrun or any program may set for processes of all kinds. WarnUnread says nothing
 // about them, nor about those that a launcher sets for each process.
-var exempt = []string{"HVD_SIZE", "PORT", "HVD_RUN", "HVD_LIBRARY", "HVD_SIDECAR",
+var exempt = []string{"HVD_SIZE", "PORT", "HVD_RUN", "HVD_LIBRARY", "HOROVOD_SPARK_START_TIMEOUT", "HVD_SIDECAR",
 	"HVD_SIDECAR_BINARY"}
 
 // asked returns the settings that a user may give, with values that ask for something.

@@ -206,7 +206,6 @@ class Modules(RanksTest):
             ("tensorflow", "gohvd supports PyTorch"),
             ("keras", "gohvd supports PyTorch"),
             ("mxnet", "gohvd supports PyTorch"),
-            ("spark", "on Spark: start the ranks with hvdrun"),
         ):
             # As with a Horovod that was built without this framework, the module is found but cannot be imported.
             self.assertIsNotNone(importlib.util.find_spec("horovod." + name))

@@ -7,13 +7,19 @@ import sys
 from typing import Any, NoReturn
 
 _FRAMEWORK = "gohvd supports PyTorch (horovod.torch, which is gohvd.torch) and numpy arrays (gohvd.numpy)"
-_LAUNCHER = "start the ranks with hvdrun or horovod.run, or with another launcher of docs/launchers.md"
+_ESTIMATOR = (
+    "gohvd has no estimators: write the data frame to Parquet files, and train in a function that reads them and that "
+    "gohvd.spark.run calls"
+)
 _INSTEAD: dict[str, str] = {
     "horovod.tensorflow": _FRAMEWORK,
     "horovod.keras": _FRAMEWORK,
     "horovod._keras": _FRAMEWORK,
     "horovod.mxnet": _FRAMEWORK,
-    "horovod.spark": "gohvd does not start jobs on Spark: " + _LAUNCHER,
+    "horovod.spark.torch": _ESTIMATOR,
+    "horovod.spark.keras": _ESTIMATOR,
+    "horovod.spark.lightning": _ESTIMATOR,
+    "horovod.spark.common": _ESTIMATOR,
 }
 
 

@@ -1,0 +1,247 @@
+"""Tests of gohvd.spark on a Spark cluster of two workers on this machine: ``python -m unittest spark_jobs`` (make
+test-spark). The workers have two cores each, and the names of two hosts. The tests must run in a network namespace of
+their own.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import io
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest.mock
+from typing import Any
+
+import numpy as np
+import pyspark
+from pyspark.sql import SparkSession
+
+import gohvd.numpy as hvd
+import gohvd.spark
+from gohvd import _output
+from programs import Bounded
+
+_ELEMENTS = 4 << 20
+_LIMIT_SECONDS = 120.0
+_HOME = pathlib.Path(pyspark.__file__).parent
+
+
+def place() -> tuple[int, ...]:
+    hvd.init()
+    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+
+def traffic() -> int:
+    """Returns the number of bytes that this network namespace has sent over loopback."""
+    lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
+
+
+def sum_of_ranks() -> tuple[float, int]:
+    """Returns a sum over the ranks, and the bytes that were sent meanwhile."""
+    hvd.init()
+    x = np.full(_ELEMENTS, hvd.rank(), np.float32)
+    hvd.allreduce(x, op=hvd.Sum, name="first")
+    before = traffic()
+    total = hvd.allreduce(x, op=hvd.Sum, name="second")
+    hvd.barrier()
+    return float(total[-1]), traffic() - before
+
+
+def executor_process() -> int:
+    """Returns the process of the executor in which this task runs."""
+    pid = os.getpid()
+    while b"CoarseGrainedExecutorBackend" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def fail_once(how: str, folder: str) -> tuple[int, int, float]:
+    """Fails at rank 1 in the first attempt. Returns the rank, the number of the attempt and a sum over the ranks."""
+    hvd.init()
+    attempt = len(list(pathlib.Path(folder).glob(f"{hvd.rank()}.*")))
+    pathlib.Path(folder, f"{hvd.rank()}.{attempt}").touch()
+    hvd.barrier()
+    if attempt == 0 and hvd.rank() == 1:
+        if how == "raise":
+            raise ValueError("in the first attempt")
+        os.kill(executor_process() if how == "executor" else os.getpid(), signal.SIGKILL)
+        signal.pause()  # until the executor's death ends this process
+    return hvd.rank(), attempt, float(hvd.allreduce(np.ones(4), op=hvd.Sum)[0])
+
+
+def fail_always(rank: int) -> Any:
+    hvd.init()
+    if hvd.rank() == rank:
+        raise ValueError(f"no data at rank {hvd.rank()}")
+    return hvd.allreduce(np.ones(4))
+
+
+def speak() -> str:
+    hvd.init()
+    print("first line\nsecond", hvd.rank(), flush=True)
+    os.system("echo a child >&2")
+    return os.environ.get("GREETING", "")
+
+
+class SparkTest(Bounded):
+    """The tests share one cluster."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        stack = contextlib.ExitStack()
+        cls.addClassCleanup(stack.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        env = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(_HOME), "PYSPARK_PYTHON": sys.executable}
+        stack.enter_context(unittest.mock.patch.dict(os.environ, env))
+        log = stack.enter_context(open(pathlib.Path(folder, "log"), "w+"))
+
+        def daemon(name: str, *args: str, **variables: str) -> None:
+            command = [str(_HOME / "bin" / "spark-class"), "org.apache.spark.deploy." + name, *args]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables, start_new_session=True)
+            stack.callback(process.wait)
+            stack.callback(os.killpg, process.pid, signal.SIGKILL)
+
+        daemon("master.Master", "--host", "127.0.0.1", "--port", "7077", "--webui-port", "0")
+        for host in "a", "b":
+            daemon(
+                "worker.Worker", "--host", "127.0.0.1", "--cores", "2", "--memory", "1g", "--webui-port", "0",
+                "--work-dir", f"{folder}/{host}", "spark://127.0.0.1:7077", HOROVOD_HOSTNAME=host,
+            )  # fmt: skip
+        cls.work = pathlib.Path(folder)
+        cls.session = (
+            SparkSession.builder.master("spark://127.0.0.1:7077").config("spark.ui.enabled", "false")
+            .config("spark.executor.memory", "512m").config("spark.stage.maxConsecutiveAttempts", "2")
+            .config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", folder)
+            .config("spark.eventLog.compress", "false").getOrCreate()
+        )  # fmt: skip
+        stack.callback(cls.session.stop)
+
+    def test_ranks_of_a_host_share_memory(self) -> None:
+        self.assertEqual(
+            gohvd.spark.run(place, num_proc=4),
+            [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)],
+        )
+        results = gohvd.spark.run(sum_of_ranks, num_proc=4)
+        self.assertEqual([total for total, _ in results], [6.0] * 4)
+        # Between two hosts, each sends all elements once. Without shared memory, four ranks would send six times as much.
+        nbytes = 4 * _ELEMENTS
+        for _, sent in results:
+            self.assertGreater(sent, nbytes)
+            self.assertLess(sent, 3 * nbytes)
+
+    def test_output_and_arguments(self) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        found = gohvd.spark.run(
+            speak, num_proc=2, env={"GREETING": "hello"}, stdout=out, stderr=err, prefix_output_with_timestamp=True
+        )
+        self.assertEqual(found, ["hello"] * 2)
+        clock = r"\w{3} \w{3} \d\d \d\d:\d\d:\d\d \d{4}"
+        for rank in range(2):
+            self.assertRegex(out.getvalue(), rf"(?m)^{clock}\[{rank}\]<stdout>:second {rank}$")
+            self.assertRegex(err.getvalue(), rf"(?m)^{clock}\[{rank}\]<stderr>:a child$")
+        self.assertEqual(gohvd.spark.run(lambda a, b: (a, b), (1,), {"b": 2}, num_proc=2), [(1, 2)] * 2)
+        self.assertEqual(gohvd.spark.run(os.getenv, ("GREETING",), num_proc=4), [None] * 4)  # nothing is left
+
+    def test_attempts(self) -> None:
+        for how in "raise", "worker", "executor":
+            with self.subTest(how), tempfile.TemporaryDirectory() as folder:
+                self.assertEqual(
+                    gohvd.spark.run(fail_once, (how, folder), num_proc=4), [(rank, 1, 4.0) for rank in range(4)]
+                )
+
+    def test_exception(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, r"rank 2 on [ab] has failed: no data at rank 2") as caught:
+            gohvd.spark.run(fail_always, (2,), num_proc=4)
+        self.assertIn("in fail_always", str(caught.exception))
+        self.assertNotIn("PeerError", str(caught.exception))
+
+    def test_two_jobs_at_once(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor() as pool:
+            jobs = [pool.submit(gohvd.spark.run, beside, (folder, name), num_proc=2) for name in ("x", "y")]
+            for job in jobs:
+                self.assertEqual(job.result(), [(0, 2), (1, 2)])
+
+    def test_more_ranks_than_slots(self) -> None:
+        gohvd.spark.run(place, num_proc=4)  # all executors are there
+        with self.assertRaisesRegex(TimeoutError, "have slots for 4 tasks, the job needs 5"):
+            gohvd.spark.run(place, num_proc=5, start_timeout=1)
+        with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor() as pool:
+            end = pathlib.Path(folder, "end")
+            first = pool.submit(gohvd.spark.run, wait_for, (str(end),), num_proc=1)
+            wait_until(lambda: list(end.parent.iterdir()))
+            with self.assertRaisesRegex(TimeoutError, "the 4 tasks of the job did not run all together for 2 s"):
+                gohvd.spark.run(place, num_proc=4, start_timeout=2)
+            end.touch()
+            self.assertEqual(first.result(), [None])
+        self.assertEqual(len(gohvd.spark.run(place, num_proc=4)), 4)
+
+    def test_other_version(self) -> None:
+        with unittest.mock.patch.object(gohvd.spark, "__version__", "0.0.1"):
+            with self.assertRaisesRegex(RuntimeError, r"driver has version 0\.0\.1, but workers have .* on [ab]: "):
+                gohvd.spark.run(place, num_proc=1)
+
+    def test_secret_is_not_published(self) -> None:
+        secrets = set(gohvd.spark.run(os.getenv, ("HVD_SECRET",), num_proc=2))
+        self.assertEqual(len(secrets), 1)
+        secret = secrets.pop().encode()
+        files = [f for f in self.work.rglob("*") if f.is_file()]
+        self.assertTrue(any(b"SparkListenerJobStart" in f.read_bytes() for f in files))
+        for file in files:
+            self.assertNotIn(secret, file.read_bytes(), file)
+
+    def test_horovods_module(self) -> None:
+        import horovod.spark
+
+        self.assertIs(horovod.spark.run, gohvd.spark.run)
+        with self.assertRaisesRegex(ModuleNotFoundError, "no module horovod.spark.torch: .*gohvd.spark.run"):
+            import horovod.spark.torch
+
+
+class OutputTest(Bounded):
+    """Tests of the port for output, without Spark."""
+
+    def test_only_with_the_key(self) -> None:
+        out = io.StringIO()
+        script = (
+            "import ast, os, sys; from gohvd import _output\n"
+            "with _output.sent(ast.literal_eval(sys.argv[1]), 3): os.write(1, b'a line without end')\n"
+        )
+        with _output.Receiver("127.0.0.1", "127.0.0.1", out, io.StringIO(), timestamps=False) as receiver:
+            host, port, key = receiver.place
+            with socket.create_connection((host, port), _LIMIT_SECONDS) as silent:  # the others do not wait for it
+                for place in (host, port, b"?" * 32), (host, port, key), (host, 1, key):
+                    done = subprocess.run(
+                        [sys.executable, "-c", script, repr(place)], capture_output=True, text=True, timeout=_LIMIT_SECONDS
+                    )
+                    self.assertEqual((done.returncode, done.stdout), (0, "a line without end"), done.stderr)
+                self.assertIn("cannot reach the driver at", done.stderr)
+                silent.close()
+        self.assertEqual(out.getvalue(), "[3]<stdout>:a line without end\n")
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.05)
+
+
+def wait_for(file: str) -> None:
+    pathlib.Path(file + ".started").touch()
+    wait_until(lambda: os.path.exists(file))
+
+
+def beside(folder: str, name: str) -> tuple[int, ...]:
+    """Waits until two jobs run at the same time."""
+    pathlib.Path(folder, name).touch()
+    wait_until(lambda: len(os.listdir(folder)) == 2)
+    return place()[:2]
