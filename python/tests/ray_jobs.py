@@ -218,20 +218,23 @@ class RayTest(Bounded):
 
     @unittest.skipUnless(importlib.util.find_spec("torch"), "needs torch")
     def test_ray_train(self) -> None:
-        from ray.train import RunConfig, ScalingConfig
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
         with tempfile.TemporaryDirectory() as folder:
             TorchTrainer(
                 train, train_loop_config={"folder": folder}, torch_config=gohvd.ray.TorchConfig(),
-                scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=folder),
+                scaling_config=ScalingConfig(num_workers=2),
+                run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1)),
             ).fit()  # fmt: skip
             weights = [pathlib.Path(folder, f"weights.{rank}").read_text() for rank in range(2)]
         self.assertEqual(weights[0], weights[1])
 
 
 def train(config: dict[str, str]) -> None:
-    """Trains with DDP on data that differ between ranks, and writes the weights to a file."""
+    """Trains with DDP on data that differ between ranks, and writes the weights to a file. In the first attempt, rank 1
+    is killed in the middle.
+    """
     import ray.train.torch
     import torch
     import torch.distributed as dist
@@ -242,7 +245,12 @@ def train(config: dict[str, str]) -> None:
     model = ray.train.torch.prepare_model(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for _ in range(20):
+    first = pathlib.Path(config["folder"], f"first.{hvd.rank()}")
+    killed = hvd.rank() == 1 and not first.exists()
+    first.touch()
+    for step in range(20):
+        if killed and step == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
         x = torch.randn(16, 8)
         loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
         optimizer.zero_grad()
