@@ -9,29 +9,36 @@ import (
 	"time"
 )
 
-// Borrow returns n bytes of pinned memory of the host, whose contents are undefined. The caller must call
-// GiveBack when no device uses the memory.
-func (d *Devices) Borrow(n int) ([]byte, error) {
+// Borrow returns n bytes of pinned memory of the host for copies from and to a device, whose contents are
+// undefined. The caller must call GiveBack when no device uses the memory.
+func (d *Devices) Borrow(index, n int) ([]byte, error) {
 	class := bits.Len(uint(max(n, 4096) - 1))
 	d.mu.Lock()
-	free := d.pinned[class]
+	p, err := d.pool(index)
+	if err != nil {
+		d.mu.Unlock()
+		return nil, err
+	}
+	free := p.pinned[class]
 	if len(free) > 0 {
-		d.pinned[class] = free[:len(free)-1]
+		p.pinned[class] = free[:len(free)-1]
 	}
 	d.mu.Unlock()
 	if len(free) > 0 {
 		return free[len(free)-1][:n], nil
 	}
-	memory, err := d.runtime.AllocHost(1 << class)
+	memory, err := p.AllocHost(1 << class)
 	return memory[:min(n, len(memory))], err
 }
 
-// GiveBack ends the use of memory that Borrow has returned.
-func (d *Devices) GiveBack(memory []byte) {
+// GiveBack ends the use of memory that Borrow has returned for the device.
+func (d *Devices) GiveBack(index int, memory []byte) {
 	class := bits.Len(uint(cap(memory) - 1))
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.pinned[class] = append(d.pinned[class], memory[:cap(memory)])
+	if p := d.pools[index]; p != nil {
+		p.pinned[class] = append(p.pinned[class], memory[:cap(memory)])
+	}
 }
 
 // Copy is a copy of From to To, which have the same length.
@@ -80,19 +87,16 @@ func (d *Devices) Copy(ctx context.Context, index int, after []*Event, copies ..
 func (d *Devices) copyStream(index int) (*Stream, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if s := d.streams[index]; s != nil {
-		return s, nil
-	}
-	if d.unused == nil {
-		return nil, errClosed
-	}
-	of, err := d.device(index)
+	p, err := d.pool(index)
 	if err != nil {
 		return nil, err
 	}
-	s, err := of.NewStream()
+	if p.copies != nil {
+		return p.copies, nil
+	}
+	s, err := p.NewStream()
 	if err == nil {
-		d.streams[index] = s
+		p.copies = s
 	}
 	return s, err
 }

@@ -33,7 +33,7 @@ func TestCopies(t *testing.T) {
 	check(err)
 	memory, err := on.Alloc(5)
 	check(err)
-	host, err := d.Borrow(10)
+	host, err := d.Borrow(1, 10)
 	check(err)
 	copy(host, "hello     ")
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -43,8 +43,8 @@ func TestCopies(t *testing.T) {
 	if check(err); pending || string(host) != "hellohello" {
 		t.Errorf("got %q, pending %v", host, pending)
 	}
-	d.GiveBack(host)
-	if again, err := d.Borrow(4000); err != nil || &again[0] != &host[0] {
+	d.GiveBack(1, host)
+	if again, err := d.Borrow(1, 4000); err != nil || &again[0] != &host[0] {
 		t.Errorf("memory that was given back is not used again: %v", err)
 	}
 

@@ -25,17 +25,21 @@ type Devices struct {
 	runtime *Runtime
 	marks   atomic.Uint64 // the greatest number of an event
 	mu      sync.Mutex
-	devices map[int]*Device
-	unused  map[int][]*Event // nil after Close
-	streams map[int]*Stream  // for copies
+	pools   map[int]*pool // of the devices that are used; nil after Close
+}
+
+// pool has what Devices keeps for a device.
+type pool struct {
+	*Device
+	unused []*Event
+	copies *Stream // for copies, or nil
 	// pinned has the memory of Borrow that is not in use, by the binary logarithm of its size.
 	pinned [64][][]byte
 }
 
 // NewDevices returns the devices of r.
 func NewDevices(r *Runtime) *Devices {
-	return &Devices{EndTimeout: 5 * time.Second, runtime: r, devices: make(map[int]*Device),
-		unused: make(map[int][]*Event), streams: make(map[int]*Stream)}
+	return &Devices{EndTimeout: 5 * time.Second, runtime: r, pools: make(map[int]*pool)}
 }
 
 // Mark returns an event after all work that is on the stream now. stream is a cudaStream_t of the device with
@@ -72,32 +76,36 @@ func Latest(events []*Event) []*Event {
 }
 
 // event returns an event of the device that is not in use.
-func (d *Devices) event(index int) (e *Event, err error) {
+func (d *Devices) event(index int) (*Event, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.unused == nil {
-		return nil, errClosed
-	}
-	if n := len(d.unused[index]); n > 0 {
-		e, d.unused[index] = d.unused[index][n-1], d.unused[index][:n-1]
-		return e, nil
-	}
-	of, err := d.device(index)
+	p, err := d.pool(index)
 	if err != nil {
 		return nil, err
 	}
-	return of.NewEvent()
+	if n := len(p.unused); n > 0 {
+		e := p.unused[n-1]
+		p.unused = p.unused[:n-1]
+		return e, nil
+	}
+	return p.NewEvent()
 }
 
-// device returns the device with the given index. The caller holds mu.
-func (d *Devices) device(index int) (of *Device, err error) {
-	if of = d.devices[index]; of == nil {
-		if of, err = d.runtime.Device(index); err != nil {
+// pool returns the pool of the device with the given index. The caller holds mu.
+func (d *Devices) pool(index int) (*pool, error) {
+	if d.pools == nil {
+		return nil, errClosed
+	}
+	p := d.pools[index]
+	if p == nil {
+		of, err := d.runtime.Device(index)
+		if err != nil {
 			return nil, err
 		}
-		d.devices[index] = of
+		p = &pool{Device: of}
+		d.pools[index] = p
 	}
-	return of, nil
+	return p, nil
 }
 
 // Release gives an event back. e may be nil.
@@ -107,11 +115,11 @@ func (d *Devices) Release(e *Event) {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.unused == nil {
+	if p := d.pools[e.device.Index()]; p != nil {
+		p.unused = append(p.unused, e)
+	} else {
 		e.Close()
-		return
 	}
-	d.unused[e.device.Index()] = append(d.unused[e.device.Index()], e)
 }
 
 // Close destroys the events and frees the memory that are not in use.
@@ -121,29 +129,27 @@ func (d *Devices) Close() error {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var first error
-	for index, events := range d.unused {
-		for _, e := range events {
-			if err := e.Close(); err != nil && first == nil {
-				first = fmt.Errorf("device %d: %w", index, err)
-			}
+	var errs []error
+	for index, p := range d.pools {
+		if err := p.close(); err != nil {
+			errs = append(errs, fmt.Errorf("device %d: %w", index, err))
 		}
 	}
-	keep := func(err error) {
-		if first == nil {
-			first = err
-		}
+	d.pools = nil
+	return errors.Join(errs...)
+}
+
+func (p *pool) close() (err error) {
+	for _, e := range p.unused {
+		err = errors.Join(err, e.Close())
 	}
-	for _, s := range d.streams {
-		keep(s.Close())
+	if p.copies != nil {
+		err = errors.Join(err, p.copies.Close())
 	}
-	for _, free := range d.pinned {
+	for _, free := range p.pinned {
 		for _, memory := range free {
-			keep(d.runtime.FreeHost(memory))
+			err = errors.Join(err, p.FreeHost(memory))
 		}
 	}
-	clear(d.streams)
-	clear(d.pinned[:])
-	d.unused = nil
-	return first
+	return err
 }

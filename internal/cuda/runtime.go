@@ -6,11 +6,10 @@ package cuda
 #include <stddef.h>
 #include <stdint.h>
 
-// The functions of the runtime, in the order of the list functions in Go.
+// The functions of the runtime and of the driver, in the order of the lists functions and driverFunctions in
+// Go.
 typedef struct {
 	int (*getDeviceCount)(int *);
-	int (*getDevice)(int *);
-	int (*setDevice)(int);
 	int (*getLastError)(void);
 	const char *(*getErrorName)(int);
 	const char *(*getErrorString)(int);
@@ -32,6 +31,9 @@ typedef struct {
 	int (*eventRecord)(void *, void *);
 	int (*eventQuery)(void *);
 	int (*eventDestroy)(void *);
+	int (*primaryCtxRetain)(void **, int);
+	int (*ctxPushCurrent)(void *);
+	int (*ctxPopCurrent)(void **);
 } functions;
 
 // A cudaMemcpyAttributes. The headers of CUDA 12.8, 12.9, 13.0 and 13.5 all have this layout. A hint is a
@@ -46,18 +48,18 @@ typedef int batch12(void **, void **, size_t *, size_t, copyAttributes *, size_t
 typedef int batch13(void *const *, const void *const *, const size_t *, size_t, copyAttributes *, size_t *,
 	size_t, void *);
 
-// ON calls a function with the given device as the current device of the thread. Afterwards the thread has
-// its old device again. An error is cleared, so that it does not appear in a later call of the program.
-#define ON(device, call) \
-	int old, code = f->getDevice(&old); \
-	if (code == 0 && old != device) \
-		code = f->setDevice(device); \
-	if (code == 0) \
-		code = (call); \
+// ON calls a function of the runtime with the given context of a device as the current one of the thread.
+// Afterwards the thread has its old context again, or none. cudaSetDevice cannot do that: in a thread without
+// a context it would have to return to device 0, and would make a context there. An error is cleared, so that
+// it does not appear in a later call of the program.
+#define ON(context, call) \
+	int code = f->ctxPushCurrent(context); \
+	if (code != 0) \
+		return code; \
+	code = (call); \
 	if (code != 0) \
 		f->getLastError(); \
-	if (old != device) \
-		f->setDevice(old); \
+	f->ctxPopCurrent(&context); \
 	return code
 
 static int gohvdCount(functions *f, int *n) { return f->getDeviceCount(n); }
@@ -70,64 +72,66 @@ static const char *gohvdErrorText(functions *f, int code) { return f->getErrorSt
 static int gohvdProcessors(functions *f, int device, int *n) {
 	return f->deviceGetAttribute(n, 16, device); // 16: cudaDevAttrMultiProcessorCount
 }
-static int gohvdUse(functions *f, int device, int *old) {
-	int code = f->getDevice(old);
-	return code ? code : f->setDevice(device);
+static int gohvdRetain(functions *f, int device, void **context) {
+	return f->primaryCtxRetain(context, device);
 }
-static void gohvdUseAgain(functions *f, int device) { f->setDevice(device); }
-static int gohvdFree(functions *f, int device, void *p) { ON(device, f->free(p)); }
-static int gohvdAlloc(functions *f, int device, void **p, size_t n) { ON(device, f->malloc(p, n)); }
-static int gohvdAllocHost(functions *f, void **p, size_t n) {
-	int code = f->hostAlloc(p, n, 1); // 1: all devices can read it
-	if (code != 0)
-		f->getLastError();
-	return code;
+static int gohvdPush(functions *f, void *context) { return f->ctxPushCurrent(context); }
+static void gohvdPop(functions *f) {
+	void *context;
+	f->ctxPopCurrent(&context);
 }
-static int gohvdFreeHost(functions *f, void *p) { return f->freeHost(p); }
-static int gohvdMemory(functions *f, int device, size_t *unused, size_t *total) {
-	ON(device, f->memGetInfo(unused, total));
+static int gohvdFree(functions *f, void *context, void *p) { ON(context, f->free(p)); }
+static int gohvdAlloc(functions *f, void *context, void **p, size_t n) { ON(context, f->malloc(p, n)); }
+static int gohvdAllocHost(functions *f, void *context, void **p, size_t n) {
+	ON(context, f->hostAlloc(p, n, 1)); // 1: all devices can read it
 }
-static int gohvdCopy(functions *f, int device, void *to, const void *from, size_t n, uintptr_t stream) {
-	ON(device, f->memcpyAsync(to, from, n, 4, (void *)stream)); // 4: the addresses say where the memory is
+static int gohvdFreeHost(functions *f, void *context, void *p) { ON(context, f->freeHost(p)); }
+static int gohvdMemory(functions *f, void *context, size_t *unused, size_t *total) {
+	ON(context, f->memGetInfo(unused, total));
+}
+static int gohvdCopy(functions *f, void *context, void *to, const void *from, size_t n, uintptr_t stream) {
+	ON(context, f->memcpyAsync(to, from, n, 4, (void *)stream)); // 4: the addresses say where the memory is
 }
 // list has the n addresses to write, the n addresses to read, and the n sizes. If the call fails, it may set
 // failed to the number of a copy.
-static int gohvdCopyAll(functions *f, void *batch, int version, int device, uintptr_t *list, size_t n,
-		size_t *failed, uintptr_t stream) {
+static int gohvdCopyAll(functions *f, void *batch, int version, int device, void *context, uintptr_t *list,
+		size_t n, size_t *failed, uintptr_t stream) {
 	// The first 1: the stream orders the reads too. The others: the memory is on the device.
 	copyAttributes attributes = {1, {1, device}, {1, device}, 0};
 	size_t first = 0;
 	void **to = (void **)list, **from = to + n;
 	size_t *sizes = list + 2 * n;
 	if (version < 13000) {
-		ON(device, ((batch12 *)batch)(to, from, sizes, n, &attributes, &first, 1, failed, (void *)stream));
+		ON(context, ((batch12 *)batch)(to, from, sizes, n, &attributes, &first, 1, failed, (void *)stream));
 	}
-	ON(device, ((batch13 *)batch)(to, (const void *const *)from, sizes, n, &attributes, &first, 1,
+	ON(context, ((batch13 *)batch)(to, (const void *const *)from, sizes, n, &attributes, &first, 1,
 		(void *)stream));
 }
-static int gohvdFill(functions *f, int device, void *to, int value, size_t n, uintptr_t stream) {
-	ON(device, f->memsetAsync(to, value, n, (void *)stream));
+static int gohvdFill(functions *f, void *context, void *to, int value, size_t n, uintptr_t stream) {
+	ON(context, f->memsetAsync(to, value, n, (void *)stream));
 }
-static int gohvdNewStream(functions *f, int device, uintptr_t *stream) {
-	ON(device, f->streamCreateWithFlags((void **)stream, 1)); // 1: it does not wait for the default stream
+static int gohvdNewStream(functions *f, void *context, uintptr_t *stream) {
+	ON(context, f->streamCreateWithFlags((void **)stream, 1)); // 1: it does not wait for the default stream
 }
-static int gohvdDestroyStream(functions *f, int device, uintptr_t stream) {
-	ON(device, f->streamDestroy((void *)stream));
+static int gohvdDestroyStream(functions *f, void *context, uintptr_t stream) {
+	ON(context, f->streamDestroy((void *)stream));
 }
-static int gohvdSynchronize(functions *f, int device, uintptr_t stream) {
-	ON(device, f->streamSynchronize((void *)stream));
+static int gohvdSynchronize(functions *f, void *context, uintptr_t stream) {
+	ON(context, f->streamSynchronize((void *)stream));
 }
-static int gohvdWaitEvent(functions *f, int device, uintptr_t stream, void *event) {
-	ON(device, f->streamWaitEvent((void *)stream, event, 0));
+static int gohvdWaitEvent(functions *f, void *context, uintptr_t stream, void *event) {
+	ON(context, f->streamWaitEvent((void *)stream, event, 0));
 }
-static int gohvdNewEvent(functions *f, int device, void **event) {
-	ON(device, f->eventCreateWithFlags(event, 2)); // 2: it measures no time
+static int gohvdNewEvent(functions *f, void *context, void **event) {
+	ON(context, f->eventCreateWithFlags(event, 2)); // 2: it measures no time
 }
-static int gohvdRecord(functions *f, int device, void *event, uintptr_t stream) {
-	ON(device, f->eventRecord(event, (void *)stream));
+static int gohvdRecord(functions *f, void *context, void *event, uintptr_t stream) {
+	ON(context, f->eventRecord(event, (void *)stream));
 }
-static int gohvdQuery(functions *f, int device, void *event) { ON(device, f->eventQuery(event)); }
-static int gohvdDestroyEvent(functions *f, int device, void *event) { ON(device, f->eventDestroy(event)); }
+static int gohvdQuery(functions *f, void *context, void *event) { ON(context, f->eventQuery(event)); }
+static int gohvdDestroyEvent(functions *f, void *context, void *event) {
+	ON(context, f->eventDestroy(event));
+}
 */
 import "C"
 
@@ -135,18 +139,22 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync"
 	"unsafe"
 )
 
 // functions are the names of the functions in C's struct of the same name, in its order.
 var functions = []string{
-	"cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
+	"cudaGetDeviceCount", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
 	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetAttribute",
 	"cudaMemGetInfo", "cudaMalloc",
 	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
 	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventCreateWithFlags", "cudaEventRecord",
 	"cudaEventQuery", "cudaEventDestroy",
 }
+
+// driverFunctions are the names of the functions of libcuda in C's struct.
+var driverFunctions = []string{"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"}
 
 // batchFunction is the name of the function for several copies, which older runtimes lack.
 const batchFunction = "cudaMemcpyBatchAsync"
@@ -166,6 +174,9 @@ type Runtime struct {
 	// batch is cudaMemcpyBatchAsync, or nil if the runtime or the driver is older than CUDA 12.8, or if the
 	// runtime is so new that its parameters are not known.
 	batch unsafe.Pointer
+
+	mu       sync.Mutex
+	contexts map[C.int]unsafe.Pointer // the primary contexts of the devices that the process uses
 }
 
 // Load opens the CUDA runtime and counts the devices, for which CUDA must start its driver in this process. A
@@ -173,10 +184,24 @@ type Runtime struct {
 func Load(path string) (*Runtime, error) {
 	r, err := Open(path)
 	var n C.int
-	if err == nil && C.gohvdCount(r.f, &n) == 0 {
-		r.Devices = int(n)
+	if err != nil || C.gohvdCount(r.f, &n) != 0 || n == 0 {
+		return r, err
 	}
-	return r, err
+	driver, err := OpenLibrary("libcuda.so.1")
+	if err != nil {
+		return nil, err
+	}
+	table := r.table()[len(functions):]
+	if missing := driver.Symbols(table, driverFunctions); len(missing) > 0 {
+		return nil, fmt.Errorf("cuda: %s lacks %s", driver.File, strings.Join(missing, ", "))
+	}
+	r.Devices = int(n)
+	return r, nil
+}
+
+// table returns the places of the functions.
+func (r *Runtime) table() []unsafe.Pointer {
+	return unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(r.f)), len(functions)+len(driverFunctions))
 }
 
 // Open loads the CUDA runtime from the file at path, or from where the dynamic loader finds it if path is "".
@@ -190,9 +215,8 @@ func Open(path string) (*Runtime, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Runtime{Library: l, f: new(C.functions)}
-	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(r.f)), len(functions))
-	if missing := l.Symbols(table, functions); len(missing) > 0 {
+	r := &Runtime{Library: l, f: new(C.functions), contexts: make(map[C.int]unsafe.Pointer)}
+	if missing := l.Symbols(r.table(), functions); len(missing) > 0 {
 		return nil, fmt.Errorf("cuda: %s lacks %s", l.File, strings.Join(missing, ", "))
 	}
 	var version, driver C.int
@@ -218,34 +242,31 @@ func (r *Runtime) check(call string, code C.int) error {
 		Text: C.GoString(C.gohvdErrorText(r.f, code))}
 }
 
-// AllocHost returns n bytes of memory of the host from which devices can copy while the program goes on. The
-// program can read and write it.
-func (r *Runtime) AllocHost(n int) ([]byte, error) {
-	var p unsafe.Pointer
-	if err := r.check("cudaHostAlloc", C.gohvdAllocHost(r.f, &p, C.size_t(n))); err != nil {
-		return nil, fmt.Errorf("%w: %d bytes", err, n)
-	}
-	return unsafe.Slice((*byte)(p), n), nil
-}
-
-// FreeHost frees memory that AllocHost has returned.
-func (r *Runtime) FreeHost(memory []byte) error {
-	return r.check("cudaFreeHost", C.gohvdFreeHost(r.f, address(memory)))
-}
-
 // Device is a device of this host.
 type Device struct {
 	runtime *Runtime
 	index   C.int
+	context unsafe.Pointer
 }
 
-// Device returns the device with the given index.
+// Device returns the device with the given index. The process then has its primary context, the one that the
+// CUDA runtime and so PyTorch use, until it ends.
 func (r *Runtime) Device(index int) (*Device, error) {
 	if index < 0 || index >= r.Devices {
 		return nil, fmt.Errorf("cuda: got device %d, want a number below %d, the number of devices", index,
 			r.Devices)
 	}
-	return &Device{r, C.int(index)}, nil
+	d := &Device{r, C.int(index), nil}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if d.context = r.contexts[d.index]; d.context == nil {
+		code := C.gohvdRetain(r.f, d.index, &d.context)
+		if err := r.check("cuDevicePrimaryCtxRetain", code); err != nil {
+			return nil, fmt.Errorf("%w: device %d", err, index)
+		}
+		r.contexts[d.index] = d.context
+	}
+	return d, nil
 }
 
 // Index returns the index of the device.
@@ -256,25 +277,26 @@ func (d *Device) Index() int { return int(d.index) }
 func (d *Device) Use(f func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	var old C.int
-	if err := d.runtime.check("cudaSetDevice", C.gohvdUse(d.runtime.f, d.index, &old)); err != nil {
+	if err := d.check("cuCtxPushCurrent", C.gohvdPush(d.runtime.f, d.context)); err != nil {
 		return err
 	}
-	defer C.gohvdUseAgain(d.runtime.f, old)
+	defer C.gohvdPop(d.runtime.f)
 	return f()
 }
+
+func (d *Device) check(call string, code C.int) error { return d.runtime.check(call, code) }
 
 // Processors returns the number of multiprocessors of the device.
 func (d *Device) Processors() (int, error) {
 	var n C.int
-	err := d.runtime.check("cudaDeviceGetAttribute", C.gohvdProcessors(d.runtime.f, d.index, &n))
+	err := d.check("cudaDeviceGetAttribute", C.gohvdProcessors(d.runtime.f, d.index, &n))
 	return int(n), err
 }
 
 // Memory returns the numbers of free bytes and of all bytes of the device's memory.
 func (d *Device) Memory() (unused, total int64, err error) {
 	var u, t C.size_t
-	err = d.runtime.check("cudaMemGetInfo", C.gohvdMemory(d.runtime.f, d.index, &u, &t))
+	err = d.check("cudaMemGetInfo", C.gohvdMemory(d.runtime.f, d.context, &u, &t))
 	return int64(u), int64(t), err
 }
 
@@ -284,7 +306,7 @@ func (d *Device) Alloc(n int) ([]byte, error) {
 		return nil, nil
 	}
 	var p unsafe.Pointer
-	err := d.runtime.check("cudaMalloc", C.gohvdAlloc(d.runtime.f, d.index, &p, C.size_t(n)))
+	err := d.check("cudaMalloc", C.gohvdAlloc(d.runtime.f, d.context, &p, C.size_t(n)))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %d bytes on device %d", err, n, d.index)
 	}
@@ -296,7 +318,23 @@ func (d *Device) Free(memory []byte) error {
 	if len(memory) == 0 {
 		return nil
 	}
-	return d.runtime.check("cudaFree", C.gohvdFree(d.runtime.f, d.index, address(memory)))
+	return d.check("cudaFree", C.gohvdFree(d.runtime.f, d.context, address(memory)))
+}
+
+// AllocHost returns n bytes of memory of the host from which devices can copy while the program goes on. The
+// program can read and write it.
+func (d *Device) AllocHost(n int) ([]byte, error) {
+	var p unsafe.Pointer
+	err := d.check("cudaHostAlloc", C.gohvdAllocHost(d.runtime.f, d.context, &p, C.size_t(n)))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %d bytes", err, n)
+	}
+	return unsafe.Slice((*byte)(p), n), nil
+}
+
+// FreeHost frees memory that AllocHost has returned.
+func (d *Device) FreeHost(memory []byte) error {
+	return d.check("cudaFreeHost", C.gohvdFreeHost(d.runtime.f, d.context, address(memory)))
 }
 
 // address returns the address of the first byte of b, or nil if b is empty.
@@ -312,7 +350,7 @@ type Stream struct {
 // NewStream makes a stream. It does not wait for work of the default stream.
 func (d *Device) NewStream() (*Stream, error) {
 	s := &Stream{Device: d}
-	return s, d.runtime.check("cudaStreamCreateWithFlags", C.gohvdNewStream(d.runtime.f, d.index, &s.handle))
+	return s, d.check("cudaStreamCreateWithFlags", C.gohvdNewStream(d.runtime.f, d.context, &s.handle))
 }
 
 // OfHandle returns the stream of the device with the given cudaStream_t, which another library has made.
@@ -327,7 +365,7 @@ func (s *Stream) Copy(to, from []byte) error {
 	if len(to) != len(from) {
 		return fmt.Errorf("cuda: copy: got %d bytes for %d bytes", len(from), len(to))
 	}
-	return s.check("cudaMemcpyAsync", C.gohvdCopy(s.f(), s.Device.index, address(to), address(from),
+	return s.check("cudaMemcpyAsync", C.gohvdCopy(s.f(), s.Device.context, address(to), address(from),
 		C.size_t(len(to)), s.handle))
 }
 
@@ -356,8 +394,8 @@ func (s *Stream) CopyAll(copies []Copy) error {
 		list[2*n+i] = C.uintptr_t(len(c.To))
 	}
 	failed := ^C.size_t(0)
-	err := s.check(batchFunction, C.gohvdCopyAll(r.f, r.batch, C.int(r.Version), s.Device.index, &list[0],
-		C.size_t(n), &failed, s.handle))
+	err := s.check(batchFunction, C.gohvdCopyAll(r.f, r.batch, C.int(r.Version), s.Device.index,
+		s.Device.context, &list[0], C.size_t(n), &failed, s.handle))
 	if err != nil && failed < C.size_t(n) {
 		return fmt.Errorf("%w: copy %d of %d, of %d bytes", err, failed, n, len(copies[failed].To))
 	}
@@ -366,29 +404,29 @@ func (s *Stream) CopyAll(copies []Copy) error {
 
 // Fill enqueues work that sets every byte of to.
 func (s *Stream) Fill(to []byte, value byte) error {
-	return s.check("cudaMemsetAsync", C.gohvdFill(s.f(), s.Device.index, address(to), C.int(value),
+	return s.check("cudaMemsetAsync", C.gohvdFill(s.f(), s.Device.context, address(to), C.int(value),
 		C.size_t(len(to)), s.handle))
 }
 
 // Wait enqueues work that waits until the work before the last Record of e has ended. If e was never
 // recorded, it does not wait.
 func (s *Stream) Wait(e *Event) error {
-	return s.check("cudaStreamWaitEvent", C.gohvdWaitEvent(s.f(), s.Device.index, s.handle, e.handle))
+	return s.check("cudaStreamWaitEvent", C.gohvdWaitEvent(s.f(), s.Device.context, s.handle, e.handle))
 }
 
 // Synchronize waits until all work of the stream has ended. It blocks a thread.
 func (s *Stream) Synchronize() error {
-	return s.check("cudaStreamSynchronize", C.gohvdSynchronize(s.f(), s.Device.index, s.handle))
+	return s.check("cudaStreamSynchronize", C.gohvdSynchronize(s.f(), s.Device.context, s.handle))
 }
 
 // Close destroys the stream when its work has ended.
 func (s *Stream) Close() error {
-	return s.check("cudaStreamDestroy", C.gohvdDestroyStream(s.f(), s.Device.index, s.handle))
+	return s.check("cudaStreamDestroy", C.gohvdDestroyStream(s.f(), s.Device.context, s.handle))
 }
 
 func (s *Stream) f() *C.functions { return s.Device.runtime.f }
 
-func (s *Stream) check(call string, code C.int) error { return s.Device.runtime.check(call, code) }
+func (s *Stream) check(call string, code C.int) error { return s.Device.check(call, code) }
 
 // Event marks a position in a stream.
 type Event struct {
@@ -403,25 +441,25 @@ type Event struct {
 // NewEvent makes an event.
 func (d *Device) NewEvent() (*Event, error) {
 	e := &Event{device: d}
-	return e, d.runtime.check("cudaEventCreateWithFlags", C.gohvdNewEvent(d.runtime.f, d.index, &e.handle))
+	return e, d.check("cudaEventCreateWithFlags", C.gohvdNewEvent(d.runtime.f, d.context, &e.handle))
 }
 
 // Record moves the event to the end of the work of s.
 func (e *Event) Record(s *Stream) error {
-	return s.check("cudaEventRecord", C.gohvdRecord(s.f(), s.Device.index, e.handle, s.handle))
+	return s.check("cudaEventRecord", C.gohvdRecord(s.f(), s.Device.context, e.handle, s.handle))
 }
 
 // Query reports whether the work before the last Record has ended. Before the first Record it returns true.
 func (e *Event) Query() (bool, error) {
-	code := C.gohvdQuery(e.device.runtime.f, e.device.index, e.handle)
+	code := C.gohvdQuery(e.device.runtime.f, e.device.context, e.handle)
 	if code == notReady {
 		return false, nil
 	}
-	return code == 0, e.device.runtime.check("cudaEventQuery", code)
+	return code == 0, e.device.check("cudaEventQuery", code)
 }
 
 // Close destroys the event.
 func (e *Event) Close() error {
-	return e.device.runtime.check("cudaEventDestroy",
-		C.gohvdDestroyEvent(e.device.runtime.f, e.device.index, e.handle))
+	return e.device.check("cudaEventDestroy",
+		C.gohvdDestroyEvent(e.device.runtime.f, e.device.context, e.handle))
 }

@@ -3,11 +3,17 @@
 package cuda_test
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
+	"fmt"
+	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
@@ -162,4 +168,97 @@ func TestViolations(t *testing.T) {
 			t.Errorf("%s: got %v, want a process that ends with %q; it wrote\n%s", name, err, m.want, out)
 		}
 	}
+}
+
+// TestContexts checks that work on a device makes its context and no other, in whatever thread it is done. So
+// processes with different devices work in exclusive mode, and the context of device 0 is not made in each of
+// them.
+func TestContexts(t *testing.T) {
+	const variable = "CONTEXT_OF"
+	if index := os.Getenv(variable); index != "" {
+		useDevice(t, int(index[0]-'0'))
+		return
+	}
+	folder := t.TempDir()
+	start := func(index string) (cmd *exec.Cmd, in io.Closer, out *bufio.Reader, calls string) {
+		calls = filepath.Join(t.TempDir(), "calls")
+		cmd = exec.Command(os.Args[0], "-test.run", "TestContexts$", "-test.v")
+		cmd.Env = append(os.Environ(), variable+"="+index, "STANDIN_CUDA_EXCLUSIVE="+folder,
+			"STANDIN_CUDA_CALLS="+calls)
+		stdin, err := cmd.StdinPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		stdout, err := cmd.StdoutPipe()
+		if err = errors.Join(err, cmd.Start()); err != nil {
+			t.Fatal(err)
+		}
+		return cmd, stdin, bufio.NewReader(stdout), calls
+	}
+	for _, c := range []struct{ index, want string }{{"1", ""}, {"2", ""},
+		{"1", "CUDA-capable device(s) is/are busy or unavailable (cudaErrorDevicesUnavailable, 46): device 1"}} {
+		cmd, in, out, calls := start(c.index)
+		text := ""
+		for !strings.Contains(text, "used\n") {
+			line, err := out.ReadString('\n')
+			if text += line; err != nil {
+				break
+			}
+		}
+		made, err := os.ReadFile(calls)
+		if c.want != "" {
+			in.Close()
+			if !strings.Contains(text, c.want) {
+				t.Errorf("device %s: got %s, want %q", c.index, text, c.want)
+			}
+			cmd.Wait()
+			continue
+		}
+		defer cmd.Wait()
+		defer in.Close()
+		contexts := regexp.MustCompile(`(?m)^context .*$`).FindAllString(string(made), -1)
+		if want := []string{"context " + c.index}; err != nil || !slices.Equal(contexts, want) {
+			t.Errorf("device %s: got %q, want %q, %v: %s", c.index, contexts, want, err, text)
+		}
+	}
+}
+
+// useDevice uses a device in new threads, prints "used" and waits for the end of the standard input.
+func useDevice(t *testing.T, index int) {
+	r, err := cuda.Load(testcuda.CUDA())
+	if err != nil {
+		t.Fatal(err)
+	}
+	inNewThread := func(f func() error) {
+		done := make(chan error)
+		go func() {
+			runtime.LockOSThread() // the thread ends with the goroutine
+			done <- f()
+		}()
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+	}
+	d := cuda.NewDevices(r)
+	var memory, host []byte
+	var e *cuda.Event
+	on, err := r.Device(index)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := must[*cuda.Stream](t)(on.NewStream())
+	inNewThread(func() (err error) { memory, err = on.Alloc(8); return err })
+	inNewThread(func() (err error) { host, err = d.Borrow(index, 8); return err })
+	inNewThread(func() error { return s.Fill(memory, 1) })
+	inNewThread(func() (err error) { e, err = d.Mark(index, s.Handle()); return err })
+	inNewThread(s.Synchronize)
+	inNewThread(func() error { _, err := e.Query(); return err })
+	inNewThread(func() error {
+		_, err := d.Copy(t.Context(), index, nil, cuda.Copy{To: host, From: memory})
+		return err
+	})
+	inNewThread(func() error { d.Release(e); d.GiveBack(index, host); return d.Close() })
+	inNewThread(func() error { return errors.Join(on.Free(memory), s.Close()) })
+	fmt.Println("used")
+	io.Copy(io.Discard, os.Stdin)
 }

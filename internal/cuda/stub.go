@@ -32,10 +32,10 @@ func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, ErrNotBuilt }
 func (d *Devices) Release(*Event) {}
 
 // Borrow returns an error.
-func (d *Devices) Borrow(int) ([]byte, error) { return nil, ErrNotBuilt }
+func (d *Devices) Borrow(int, int) ([]byte, error) { return nil, ErrNotBuilt }
 
 // GiveBack does nothing.
-func (d *Devices) GiveBack([]byte) {}
+func (d *Devices) GiveBack(int, []byte) {}
 
 // Copy is a copy of From to To, which have the same length.
 type Copy struct{ To, From []byte }

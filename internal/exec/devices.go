@@ -143,7 +143,8 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 		size += aligned(len(*in)) + aligned(len(*out))
 	}
 	w.buffers(each)
-	if h.memory, err = m.cfg.Devices.Borrow(size); err != nil {
+	h.device, _ = w.Grant.Responses[0].Devices[m.me].CUDA()
+	if h.memory, err = m.cfg.Devices.Borrow(h.device, size); err != nil {
 		return err
 	}
 	room, next := h.memory, 0
@@ -157,7 +158,6 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 		*in, *out = h.inputs[next].To, h.outputs[next].From
 		next++
 	})
-	h.device, _ = w.Grant.Responses[0].Devices[m.me].CUDA()
 	return m.copy(ctx, w, m.ready(w), h.inputs)
 }
 
@@ -198,7 +198,7 @@ func (m *machine) copy(ctx context.Context, w *Work, after []*cuda.Event, copies
 func (m *machine) releaseCopies(w *Work) {
 	h, next := &w.inHost, 0
 	if h.memory != nil {
-		m.cfg.Devices.GiveBack(h.memory)
+		m.cfg.Devices.GiveBack(h.device, h.memory)
 	}
 	if len(h.inputs) > 0 {
 		w.buffers(func(_ int, in, out *[]byte) {

@@ -1,6 +1,6 @@
-// Package testcuda builds the stand-ins for libcudart and libnccl, with which tests run on machines without a
-// GPU. The folder standin has their sources, which say what they check. On a machine with a GPU, a folder
-// with the real libraries can take their place.
+// Package testcuda builds the stand-ins for libcuda, libcudart and libnccl, with which tests run on machines
+// without a GPU. The folder standin has their sources, which say what they check. On a machine with a GPU, a
+// folder with the real libraries can take their place.
 package testcuda
 
 import (
@@ -50,6 +50,9 @@ func Folder() string { return os.Getenv(folder) }
 
 // CUDA returns the path of the stand-in for libcudart.
 func CUDA() string { return filepath.Join(Folder(), "libcudart.so.12") }
+
+// Driver returns the path of the stand-in for libcuda, which that for libcudart loads.
+func Driver() string { return filepath.Join(Folder(), "libcuda.so.1") }
 
 // NCCL returns the path of the stand-in for libnccl.
 func NCCL() string { return filepath.Join(Folder(), "libnccl.so.2") }

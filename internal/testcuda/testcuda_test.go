@@ -21,7 +21,7 @@ func TestMisuse(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "misuse")
 	libraries := filepath.Dir(testcuda.CUDA())
 	out, err := exec.Command("gcc", "-Wall", "-Wextra", "-Werror", "-o", program, "standin/misuse.c",
-		testcuda.NCCL(), testcuda.CUDA(), "-lpthread", "-Wl,-rpath,"+libraries).CombinedOutput()
+		testcuda.NCCL(), testcuda.CUDA(), testcuda.Driver(), "-lpthread", "-Wl,-rpath,"+libraries).CombinedOutput()
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}

@@ -500,7 +500,7 @@ func (b *backend) neutral(n int64) (buf []byte, err error) {
 	if b.op.Op == tensor.Sum {
 		return buf, b.device.stream.Fill(buf, 0)
 	}
-	first, err := b.library.neutrals(b.op.Op, b.op.DType)
+	first, err := b.library.neutrals(b.device.Device, b.op.Op, b.op.DType)
 	if err != nil {
 		return nil, err
 	}
@@ -513,29 +513,37 @@ func (b *backend) neutral(n int64) (buf []byte, err error) {
 	return buf, err
 }
 
-// reduction is a reduction of elements of a type.
+// reduction is a reduction of elements of a type on a device.
 type reduction struct {
-	op tensor.ReduceOp
-	dt tensor.DType
+	device int
+	op     tensor.ReduceOp
+	dt     tensor.DType
+}
+
+// pinned is memory of the host for copies to a device.
+type pinned struct {
+	device *cuda.Device
+	memory []byte
 }
 
 // neutrals returns some neutral elements in pinned memory of the host, which nothing changes.
-func (l *Library) neutrals(op tensor.ReduceOp, dt tensor.DType) ([]byte, error) {
+func (l *Library) neutrals(on *cuda.Device, op tensor.ReduceOp, dt tensor.DType) ([]byte, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if made := l.pinned[reduction{op, dt}]; made != nil {
+	key := reduction{on.Index(), op, dt}
+	if made := l.pinned[key].memory; made != nil {
 		return made, nil
 	}
 	fill, err := kernel.Neutral(op, dt)
 	if err != nil {
 		return nil, err
 	}
-	buf, err := l.CUDA.AllocHost(4096)
+	buf, err := on.AllocHost(4096)
 	if err != nil {
 		return nil, err
 	}
 	fill(buf)
-	l.pinned[reduction{op, dt}] = buf
+	l.pinned[key] = pinned{on, buf}
 	return buf, nil
 }
 

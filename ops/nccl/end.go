@@ -164,8 +164,8 @@ func (l *Library) Close() error {
 	}
 	clear(l.devices)
 	if len(errs) == 0 { // else the devices may still read the pinned memory
-		for _, memory := range l.pinned {
-			errs = append(errs, l.CUDA.FreeHost(memory))
+		for _, p := range l.pinned {
+			errs = append(errs, p.device.FreeHost(p.memory))
 		}
 		clear(l.pinned)
 		errs = append(errs, l.Devices.Close())

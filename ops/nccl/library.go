@@ -143,7 +143,7 @@ type Library struct {
 
 	mu      sync.Mutex
 	devices map[place]*device
-	pinned  map[reduction][]byte // neutral elements in pinned memory
+	pinned  map[reduction]pinned // neutral elements in pinned memory
 	// next is the Order of the next operation that may be launched. err is the error of the first operation
 	// that has failed. Later operations do not wait for it, but fail with it.
 	next uint64
@@ -182,7 +182,7 @@ func open(path string) (*Library, error) {
 		return new(Library), fmt.Errorf("nccl: %w", err)
 	}
 	l := &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
-		devices: make(map[place]*device), pinned: make(map[reduction][]byte)}
+		devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
 	if table[0] != nil {

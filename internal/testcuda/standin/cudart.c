@@ -33,42 +33,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { success = 0, invalidValue = 1, outOfMemory = 2, noDevice = 100, invalidDevice = 101, notReady = 600 };
+enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-void standin_violation(const char *format, ...) {
-	va_list args;
-	va_start(args, format);
-	fprintf(stderr, "stand-in: violation: ");
-	vfprintf(stderr, format, args);
-	fprintf(stderr, "\n");
-	va_end(args);
-	abort();
-}
-
-static long setting(const char *name, long otherwise) {
-	const char *text = getenv(name);
-	return text && *text ? atol(text) : otherwise;
-}
-
-// called counts a call of a function.
-static void called(const char *function) {
-	const char *path = getenv("STANDIN_CUDA_CALLS");
-	if (!path || !*path)
-		return;
-	int fd = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
-	if (fd < 0 || dprintf(fd, "%s\n", function) < 0)
-		standin_violation("%s: %s", path, strerror(errno));
-	close(fd);
-}
-
 // ---- devices
 
-static __thread int current;     // the device of the calling thread
-static __thread int last;        // the last error of the calling thread
-
-static int devices(void) { return (int)setting("STANDIN_CUDA_DEVICES", 4); }
+static __thread int last; // the last error of the calling thread
 
 static int result(int code) {
 	if (code != success)
@@ -77,19 +48,18 @@ static int result(int code) {
 }
 
 int cudaGetDeviceCount(int *n) {
-	*n = devices();
+	*n = standin_devices();
 	return result(*n > 0 ? success : noDevice);
 }
 
 int cudaSetDevice(int device) {
-	if (device < 0 || device >= devices())
+	if (device < 0 || device >= standin_devices())
 		return result(invalidDevice);
-	current = device;
-	return success;
+	return result(standin_select(device));
 }
 
 int cudaGetDevice(int *device) {
-	*device = current;
+	*device = standin_selected();
 	return success;
 }
 
@@ -104,6 +74,7 @@ const char *cudaGetErrorName(int code) {
 	case success: return "cudaSuccess";
 	case invalidValue: return "cudaErrorInvalidValue";
 	case outOfMemory: return "cudaErrorMemoryAllocation";
+	case unavailable: return "cudaErrorDevicesUnavailable";
 	case noDevice: return "cudaErrorNoDevice";
 	case invalidDevice: return "cudaErrorInvalidDevice";
 	case notReady: return "cudaErrorNotReady";
@@ -116,6 +87,7 @@ const char *cudaGetErrorString(int code) {
 	case success: return "no error";
 	case invalidValue: return "invalid argument";
 	case outOfMemory: return "out of memory";
+	case unavailable: return "CUDA-capable device(s) is/are busy or unavailable";
 	case noDevice: return "no CUDA-capable device is detected";
 	case invalidDevice: return "invalid device ordinal";
 	case notReady: return "device not ready";
@@ -124,29 +96,29 @@ const char *cudaGetErrorString(int code) {
 }
 
 int cudaRuntimeGetVersion(int *v) {
-	*v = (int)setting("STANDIN_CUDA_VERSION", 12080);
+	*v = (int)standin_setting("STANDIN_CUDA_VERSION", 12080);
 	return success;
 }
 
 int cudaDriverGetVersion(int *v) {
 	cudaRuntimeGetVersion(v);
-	*v = (int)setting("STANDIN_CUDA_DRIVER", *v);
+	*v = (int)standin_setting("STANDIN_CUDA_DRIVER", *v);
 	return success;
 }
 
 int cudaDeviceGetPCIBusId(char *text, int len, int device) {
-	if (device < 0 || device >= devices())
+	if (device < 0 || device >= standin_devices())
 		return result(invalidDevice);
 	snprintf(text, (size_t)len, "0000:%02X:00.0", device + 1);
 	return success;
 }
 
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {
-	if (device < 0 || device >= devices())
+	if (device < 0 || device >= standin_devices())
 		return result(invalidDevice);
 	if (attribute != 16) // 16: the number of multiprocessors
 		return result(invalidValue);
-	*value = (int)setting("STANDIN_CUDA_PROCESSORS", 132);
+	*value = (int)standin_setting("STANDIN_CUDA_PROCESSORS", 132);
 	return success;
 }
 
@@ -229,9 +201,10 @@ int cudaMalloc(void **p, size_t n) {
 	if (n == 0)
 		return success;
 	size_t page = 4096, size = (n + page - 1) / page * page;
+	int current = standin_current("cudaMalloc");
 	pthread_mutex_lock(&lock);
 	int code = outOfMemory;
-	if (used[current] + size <= (size_t)setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30)) {
+	if (standin_context_bytes(current) + used[current] + size <= (size_t)standin_setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30)) {
 		struct block *b = calloc(1, sizeof *b);
 		b->size = size;
 		b->device = current;
@@ -248,6 +221,7 @@ int cudaMalloc(void **p, size_t n) {
 static void synchronizeAll(int device);
 
 int cudaFree(void *p) {
+	standin_current("cudaFree");
 	if (!p)
 		return success;
 	pthread_mutex_lock(&lock);
@@ -265,9 +239,10 @@ int cudaFree(void *p) {
 }
 
 int cudaMemGetInfo(size_t *unused, size_t *total) {
-	*total = (size_t)setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30);
+	int current = standin_current("cudaMemGetInfo");
+	*total = (size_t)standin_setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30);
 	pthread_mutex_lock(&lock);
-	*unused = *total - used[current];
+	*unused = *total - standin_context_bytes(current) - used[current];
 	pthread_mutex_unlock(&lock);
 	return success;
 }
@@ -290,11 +265,13 @@ int cudaPointerGetAttributes(struct pointerAttributes *a, const void *p) {
 
 int cudaHostAlloc(void **p, size_t n, unsigned flags) {
 	(void)flags;
+	standin_current("cudaHostAlloc");
 	*p = malloc(n);
 	return result(*p ? success : outOfMemory);
 }
 
 int cudaFreeHost(void *p) {
+	standin_current("cudaFreeHost");
 	free(p);
 	return success;
 }
@@ -362,6 +339,7 @@ static void *execute(void *arg) {
 }
 
 static struct stream *checked(void *stream, const char *call) {
+	standin_current(call);
 	if (stream == NULL || (uintptr_t)stream <= 2)
 		standin_violation("%s: the stand-in has no default stream", call);
 	pthread_mutex_lock(&lock);
@@ -379,9 +357,9 @@ static struct stream *checked(void *stream, const char *call) {
 int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	(void)flags;
 	struct stream *s = calloc(1, sizeof *s);
-	s->device = current;
+	s->device = standin_current("cudaStreamCreateWithFlags");
 	s->end = &s->first;
-	s->delay = (useconds_t)setting("STANDIN_CUDA_DELAY_US", 200);
+	s->delay = (useconds_t)standin_setting("STANDIN_CUDA_DELAY_US", 200);
 	const char *hold = getenv("STANDIN_CUDA_HOLD");
 	s->hold = hold && *hold ? strdup(hold) : NULL;
 	pthread_mutex_init(&s->lock, NULL);
@@ -419,6 +397,7 @@ int cudaStreamDestroy(void *stream) {
 
 void standin_enqueue(void *stream, int (*run)(void *), void *arg, const char *call) {
 	struct stream *s = checked(stream, call);
+	int current = standin_current(call);
 	if (s->device != current)
 		standin_violation("%s: the stream belongs to device %d, but the current device is %d", call, s->device, current);
 	struct work *w = malloc(sizeof *w);
@@ -465,7 +444,7 @@ static void synchronizeAll(int device) {
 }
 
 int cudaDeviceSynchronize(void) {
-	synchronizeAll(current);
+	synchronizeAll(standin_current("cudaDeviceSynchronize"));
 	return success;
 }
 
@@ -510,7 +489,7 @@ static struct copy *newCopy(void *to, const void *from, size_t n, int kind, cons
 }
 
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
-	called("cudaMemcpyAsync");
+	standin_called("cudaMemcpyAsync");
 	if (n == 0)
 		return success;
 	struct copy *c = newCopy(to, from, n, kind, "cudaMemcpyAsync");
@@ -562,7 +541,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 		stream = va_arg(ninth, void *);
 		va_end(ninth);
 	}
-	called(call);
+	standin_called(call);
 	if (runtime < 12080 || driver < 12080)
 		standin_violation("%s: runtime %d and driver %d do not have it", call, runtime, driver);
 	checked(stream, call);
@@ -589,7 +568,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 		standin_host(to[i], sizes[i], call);
 		standin_host(from[i], sizes[i], call);
 	}
-	size_t fails = (size_t)setting("STANDIN_CUDA_BATCH_FAILS", -1);
+	size_t fails = (size_t)standin_setting("STANDIN_CUDA_BATCH_FAILS", -1);
 	if (fails < count) {
 		if (failed)
 			*failed = fails;
@@ -607,6 +586,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 }
 
 int cudaMemcpy(void *to, const void *from, size_t n, int kind) {
+	standin_current("cudaMemcpy");
 	if (n > 0)
 		doCopy(newCopy(to, from, n, kind, "cudaMemcpy"));
 	return success;
@@ -638,6 +618,7 @@ struct event {
 static struct event *events;
 
 static struct event *checkedEvent(void *event, const char *call) {
+	standin_current(call);
 	pthread_mutex_lock(&lock);
 	struct event *e = events;
 	while (e && e != event)
@@ -652,7 +633,7 @@ int cudaEventCreateWithFlags(void **event, unsigned flags) {
 	(void)flags;
 	struct event *e = calloc(1, sizeof *e);
 	e->state = calloc(1, sizeof *e->state);
-	e->device = current;
+	e->device = standin_current("cudaEventCreateWithFlags");
 	pthread_mutex_lock(&lock);
 	e->next = events;
 	events = e;
@@ -715,7 +696,7 @@ int cudaEventRecord(void *event, void *stream) {
 }
 
 int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
-	called("cudaStreamWaitEvent");
+	standin_called("cudaStreamWaitEvent");
 	(void)flags;
 	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
 	struct stream *s = checked(stream, "cudaStreamWaitEvent");

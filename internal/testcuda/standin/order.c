@@ -54,7 +54,7 @@ static void checkAccess(struct block *b, struct access a, const struct clock *c)
 }
 
 void standin_access(void *stream, const void *p, size_t n, int writes, const char *call) {
-	if (n == 0 || setting("STANDIN_CUDA_UNORDERED", 0))
+	if (n == 0 || standin_setting("STANDIN_CUDA_UNORDERED", 0))
 		return;
 	struct stream *s = checked(stream, call);
 	pthread_mutex_lock(&lock);

@@ -1,4 +1,4 @@
-// Declarations that the stand-ins for libcudart and libnccl share. Programs must not use them.
+// Declarations that the stand-ins for libcuda, libcudart and libnccl share. Programs must not use them.
 #ifndef STANDIN_H
 #define STANDIN_H
 
@@ -7,6 +7,27 @@
 // standin_violation prints what the caller did wrong and ends the process, because the real library would
 // have undefined behaviour.
 void standin_violation(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
+
+// standin_setting returns the number in a variable of the environment, or otherwise if there is none.
+long standin_setting(const char *name, long otherwise);
+
+// standin_called counts a call of a function.
+void standin_called(const char *function);
+
+// standin_devices returns the number of devices.
+int standin_devices(void);
+
+// standin_select makes the context of a device the current one of the thread. It returns an error code.
+int standin_select(int device);
+
+// standin_selected returns the device of the thread. It makes no context.
+int standin_selected(void);
+
+// standin_current returns the device of the thread for a call that needs a context.
+int standin_current(const char *call);
+
+// standin_context_bytes returns the memory that the context of a device takes.
+size_t standin_context_bytes(int device);
 
 // standin_host returns the memory behind n bytes at the device address p. It is a violation if these bytes
 // are not in one live allocation.
