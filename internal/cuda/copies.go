@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"math/bits"
-	"time"
 )
 
 // Borrow returns n bytes of pinned memory of the host for copies from and to a device, whose contents are
@@ -65,22 +64,19 @@ func (d *Devices) Copy(ctx context.Context, index int, after []*Event, copies ..
 	if err = errors.Join(err, markErr); markErr != nil {
 		return true, err
 	}
-	var ended time.Time // when Copy has seen that ctx has ended
-	for pause := time.Duration(0); ; pause = min(pause+10*time.Microsecond, 200*time.Microsecond) {
-		done, queryErr := end.Query()
-		switch {
-		case done:
-			d.Release(end)
-			return false, errors.Join(err, context.Cause(ctx))
-		case queryErr != nil:
-			return true, errors.Join(err, queryErr)
-		case ended.IsZero() && ctx.Err() != nil:
-			ended = time.Now()
-		case !ended.IsZero() && time.Since(ended) > d.EndTimeout:
-			return true, errors.Join(err, context.Cause(ctx))
+	stopped := Poll(ctx, end.Query)
+	if ctx.Err() != nil {
+		late, cancel := context.WithTimeoutCause(context.Background(), d.EndTimeout, context.Cause(ctx))
+		defer cancel()
+		if stopped = Poll(late, end.Query); stopped == nil {
+			err = errors.Join(err, context.Cause(ctx))
 		}
-		time.Sleep(pause)
 	}
+	if stopped != nil {
+		return true, errors.Join(err, stopped)
+	}
+	d.Release(end)
+	return false, err
 }
 
 // copyStream returns the stream of the device for copies.

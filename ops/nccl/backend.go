@@ -194,7 +194,7 @@ func (b *backend) run(ctx context.Context) error {
 	if err := b.choose(); err != nil {
 		return err
 	}
-	if err := poll(ctx, b.isTurn); err != nil {
+	if err := b.awaitTurn(ctx); err != nil {
 		return err
 	}
 	if b.part.HostBuf {
@@ -219,7 +219,7 @@ func (b *backend) run(ctx context.Context) error {
 	if err := b.launch(); err != nil {
 		return err
 	}
-	if err := poll(ctx, b.comm.progress); err != nil {
+	if err := cuda.Poll(ctx, b.comm.progress); err != nil {
 		return err
 	}
 	if err := b.finish(); err != nil || b.part.More {
@@ -228,7 +228,7 @@ func (b *backend) run(ctx context.Context) error {
 	if b.part.Launched != nil {
 		b.part.Launched()
 	}
-	return poll(ctx, b.isDone)
+	return cuda.Poll(ctx, b.isDone)
 }
 
 // choose chooses the device and, if it exists, the communicator of the operation.
@@ -251,17 +251,30 @@ func (b *backend) choose() error {
 	return nil
 }
 
-// isTurn reports whether the operation may be launched. It may not before all operations that come before it
+// awaitTurn waits until the operation may be launched. It may not before all operations that come before it
 // in the order of the rank, because operations of other process sets may be in the same stream, and because
 // NCCL and CUDA may wait for the work of all streams of a device.
-func (b *backend) isTurn() (bool, error) {
+func (b *backend) awaitTurn(ctx context.Context) error {
 	l := b.library
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.err != nil {
-		return false, fmt.Errorf("after an earlier failure: %w", l.err)
+	if l.err == nil && b.part.Order > l.next {
+		defer context.AfterFunc(ctx, func() {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.turn.Broadcast()
+		})()
+		for l.err == nil && b.part.Order > l.next && ctx.Err() == nil {
+			l.turn.Wait()
+		}
 	}
-	return b.part.Order <= l.next, nil
+	switch {
+	case l.err != nil:
+		return fmt.Errorf("after an earlier failure: %w", l.err)
+	case b.part.Order > l.next:
+		return context.Cause(ctx)
+	}
+	return nil
 }
 
 // passTurn lets the next operation of the rank be launched.
@@ -273,6 +286,7 @@ func (b *backend) passTurn() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.next = max(l.next, b.part.Order+1)
+	l.turn.Broadcast()
 }
 
 // device returns the stream at p, of the given number of streams of each device. It makes the stream when it
@@ -329,7 +343,7 @@ func (b *backend) connect(ctx context.Context) error {
 		"NCCL_DEBUG=INFO shows what NCCL tries", b.cfg.StartTimeout)}
 	ctx, cancel := context.WithTimeoutCause(ctx, b.cfg.StartTimeout, late)
 	defer cancel()
-	return poll(ctx, c.progress)
+	return cuda.Poll(ctx, c.progress)
 }
 
 // onHost runs an operation of the host backend. All ranks plan the same algorithm.

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/ops"
@@ -35,6 +34,7 @@ func (l *Library) Fail(err error) {
 	if l.err == nil {
 		l.err = err
 	}
+	l.turn.Broadcast()
 }
 
 // abort aborts the communicators and waits until the device no longer reads or writes the tensors of the
@@ -82,24 +82,12 @@ func (l *Library) await(ctx context.Context, d *device, end *cuda.Event) (err er
 			return err
 		}
 	}
-	return poll(ctx, func() (done bool, err error) {
+	return cuda.Poll(ctx, func() (done bool, err error) {
 		if done, err = end.Query(); done {
 			l.Devices.Release(end)
 		}
 		return done, err
 	})
-}
-
-// poll calls f until it returns true or an error. If ctx ends before, poll returns the cause.
-func poll(ctx context.Context, f func() (done bool, err error)) error {
-	for pause := time.Duration(0); ; pause = min(pause+10*time.Microsecond, 200*time.Microsecond) {
-		if done, err := f(); done || err != nil {
-			return err
-		}
-		if err := sleep(ctx, pause); err != nil {
-			return err
-		}
-	}
 }
 
 // finalize ends the communicators together with the other ranks. If another rank does not take part in time,
@@ -115,7 +103,7 @@ func (b *backend) finalize() {
 		}
 	}
 	for len(b.comms) > 0 {
-		if poll(ctx, b.comms[0].progress) != nil {
+		if cuda.Poll(ctx, b.comms[0].progress) != nil {
 			b.abort()
 			return
 		}
@@ -180,13 +168,4 @@ func (d *device) release() error {
 		errs = append(errs, d.Free(memory))
 	}
 	return errors.Join(append(errs, d.stream.Close())...)
-}
-
-// sleep waits for d. It returns the cause if ctx ends before.
-func sleep(ctx context.Context, d time.Duration) error {
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	time.Sleep(d)
-	return nil
 }

@@ -145,9 +145,11 @@ type Library struct {
 	devices map[place]*device
 	pinned  map[reduction]pinned // neutral elements in pinned memory
 	// next is the Order of the next operation that may be launched. err is the error of the first operation
-	// that has failed. Later operations do not wait for it, but fail with it.
+	// that has failed. Later operations do not wait for it, but fail with it. turn is notified when one of
+	// them changes.
 	next uint64
 	err  error
+	turn sync.Cond
 }
 
 // Load loads NCCL from the file at path, or from where the dynamic loader finds it if path is "", and
@@ -183,6 +185,7 @@ func open(path string) (*Library, error) {
 	}
 	l := &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
 		devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
+	l.turn.L = &l.mu
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
 	if table[0] != nil {
