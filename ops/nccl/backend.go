@@ -46,7 +46,7 @@ type backend struct {
 	ranks   []topo.Rank
 	me, n   int
 	stream  int // the number of the stream of each device
-	comms   []*member
+	comms   []*communicator
 	done    *cuda.Event // at the end of the operation in progress
 	// activities are those of the operation that the device has not begun, for the timeline.
 	activities []activity
@@ -62,7 +62,7 @@ type backend struct {
 	continued bool
 
 	device *device // of the operation in progress
-	comm   *member
+	comm   *communicator
 	id     [idBytes]byte
 	packed []byte // the buffer to which the tensors of a reduction were copied, or nil
 	copies []cuda.Copy
@@ -86,12 +86,6 @@ type device struct {
 	// retired are former values of fused. They are freed at the end, because freeing memory waits for the
 	// device.
 	retired [][]byte
-}
-
-// member is a communicator and the devices of its ranks.
-type member struct {
-	*communicator
-	devices []tensor.Device
 }
 
 // Plan implements ops.Backend.
@@ -219,9 +213,6 @@ func (b *backend) run(ctx context.Context) error {
 	if err := b.launch(); err != nil {
 		return err
 	}
-	if err := cuda.Poll(ctx, b.comm.progress); err != nil {
-		return err
-	}
 	if err := b.finish(); err != nil || b.part.More {
 		return err
 	}
@@ -268,13 +259,10 @@ func (b *backend) awaitTurn(ctx context.Context) error {
 			l.turn.Wait()
 		}
 	}
-	switch {
-	case l.err != nil:
-		return fmt.Errorf("after an earlier failure: %w", l.err)
-	case b.part.Order > l.next:
+	if l.err == nil && b.part.Order > l.next {
 		return context.Cause(ctx)
 	}
-	return nil
+	return l.afterFailure()
 }
 
 // passTurn lets the next operation of the rank be launched.
@@ -332,18 +320,18 @@ func (b *backend) connect(ctx context.Context) error {
 	if err := b.onHost(ctx, ops.Operation{Kind: message.Broadcast, Buf: b.id[:]}); err != nil {
 		return err
 	}
-	c, err := b.library.join(&b.id, b.n, b.me, b.device)
-	if err != nil {
-		return err
-	}
-	b.comm = &member{c, slices.Clone(b.part.Devices)}
-	b.comms = append(b.comms, b.comm)
 	late := &ops.UnknownRankError{Ranks: b.ranks, Err: fmt.Errorf("NCCL has not connected the ranks in %v "+
 		"(HOROVOD_GLOO_TIMEOUT_SECONDS): NCCL_SOCKET_IFNAME selects the network interface, and "+
 		"NCCL_DEBUG=INFO shows what NCCL tries", b.cfg.StartTimeout)}
 	ctx, cancel := context.WithTimeoutCause(ctx, b.cfg.StartTimeout, late)
 	defer cancel()
-	return cuda.Poll(ctx, c.progress)
+	c, err := b.library.join(ctx, &b.id, b.n, b.me, b.device)
+	if err == nil {
+		b.comm = c
+		b.comms = append(b.comms, c)
+		c.devices = slices.Clone(b.part.Devices)
+	}
+	return err
 }
 
 // onHost runs an operation of the host backend. All ranks plan the same algorithm.
@@ -425,7 +413,7 @@ func (b *backend) launch() error {
 		case message.Broadcast:
 			return b.broadcast()
 		case message.Alltoall, message.Gather, message.Scatter:
-			return b.comm.group(b.exchange)
+			return b.comm.use(func() error { return b.comm.group(b.exchange) })
 		}
 		return fmt.Errorf("%v is not supported", b.op.Kind)
 	})
@@ -605,11 +593,13 @@ func (b *backend) reduce() error {
 	if err != nil {
 		return err
 	}
-	return b.reduction(func(op C.int) error {
-		if b.op.Kind == message.Reduce {
-			return b.comm.reduce(in, out, b.op.DType, op, b.op.Root)
-		}
-		return b.comm.allReduce(in, out, b.op.DType, op)
+	return b.comm.use(func() error {
+		return b.reduction(func(op C.int) error {
+			if b.op.Kind == message.Reduce {
+				return b.comm.reduce(in, out, b.op.DType, op, b.op.Root)
+			}
+			return b.comm.allReduce(in, out, b.op.DType, op)
+		})
 	})
 }
 
@@ -647,13 +637,15 @@ func (b *backend) reduceScatter() (err error) {
 		// The result goes to the place that NCCL allows, and nobody reads it.
 		t.Out = t.In[sum(b.op.Counts[:b.me]):][:b.op.Counts[b.me]]
 	}
-	return b.reduction(func(op C.int) error {
-		if b.equal() {
-			return b.comm.reduceScatter(t.In, t.Out, b.op.DType, op)
-		}
-		return b.comm.group(func() error {
-			return b.blocks(t.In, func(i int, block []byte) error {
-				return b.comm.reduce(block, t.Out, b.op.DType, op, i)
+	return b.comm.use(func() error {
+		return b.reduction(func(op C.int) error {
+			if b.equal() {
+				return b.comm.reduceScatter(t.In, t.Out, b.op.DType, op)
+			}
+			return b.comm.group(func() error {
+				return b.blocks(t.In, func(i int, block []byte) error {
+					return b.comm.reduce(block, t.Out, b.op.DType, op, i)
+				})
 			})
 		})
 	})
@@ -666,15 +658,17 @@ func (b *backend) allGather() (err error) {
 			return err
 		}
 	}
-	if b.equal() {
-		return b.comm.allGather(t.In, t.Out)
-	}
-	return b.comm.group(func() error {
-		return b.blocks(t.Out, func(i int, block []byte) error {
-			if i == b.me {
-				return b.comm.broadcast(t.In, block, i)
-			}
-			return b.comm.broadcast(block, block, i)
+	return b.comm.use(func() error {
+		if b.equal() {
+			return b.comm.allGather(t.In, t.Out)
+		}
+		return b.comm.group(func() error {
+			return b.blocks(t.Out, func(i int, block []byte) error {
+				if i == b.me {
+					return b.comm.broadcast(t.In, block, i)
+				}
+				return b.comm.broadcast(block, block, i)
+			})
 		})
 	})
 }
@@ -693,7 +687,7 @@ func (b *backend) broadcast() (err error) {
 	default:
 		t.In = t.Out
 	}
-	return b.comm.broadcast(t.In, t.Out, b.op.Root)
+	return b.comm.use(func() error { return b.comm.broadcast(t.In, t.Out, b.op.Root) })
 }
 
 // exchange sends and receives the blocks of an alltoall, gather or scatter.
@@ -743,7 +737,7 @@ func (b *backend) isDone() (bool, error) {
 		begun, err := next.after.Query()
 		if !begun {
 			if err == nil {
-				_, err = b.comm.progress()
+				err = b.comm.failure()
 			}
 			return false, err
 		}
@@ -753,10 +747,12 @@ func (b *backend) isDone() (bool, error) {
 	}
 	done, err := b.done.Query()
 	switch {
+	case done && b.comm.aborted.Load(): // this may be why it has ended
+		return false, b.comm.failure()
 	case done:
 		b.release()
 	case err == nil:
-		_, err = b.comm.progress()
+		err = b.comm.failure()
 	}
 	return done, err
 }

@@ -19,8 +19,9 @@
 //
 // A list of several tensors is copied to a buffer on the device, and copied back afterwards. The work of a
 // process set is enqueued on one stream of the device, which other process sets may share, and the backend
-// asks an event whether it has ended, so that no thread waits in NCCL or CUDA. Communicators are
-// nonblocking for the same reason, which needs NCCL 2.14 or newer.
+// asks an event whether it has ended. Communicators are blocking, so that NCCL launches an operation in the
+// thread that calls it. Each is made in a goroutine of its own, which is left behind if the ranks do not
+// connect in time.
 //
 // # Reductions
 //
@@ -32,12 +33,14 @@
 // # Failures
 //
 // NCCL does not say which rank has failed. If a communicator reports an error, the operation fails, and the
-// control connections of the job show which rank died. An operation that has failed, or whose context ends,
-// aborts the communicators of its process set and waits until the device no longer uses its buffers. If the
-// device does not end this work within a few seconds, the error is an *ops.InUseError.
+// control connections of the job show which rank died. As soon as an operation has failed, or the job has
+// (Library.Fail), the communicators of all process sets are aborted at once, each in a goroutine of its own,
+// because ncclCommAbort may wait for the work of the others. An operation that has failed waits until the
+// device no longer uses its buffers. If the device does not end this work within a few seconds, the error is
+// an *ops.InUseError.
 //
-// At the end, the ranks finalize their communicators together. A rank that waits too long for another one
-// aborts its communicators instead.
+// At the end, the ranks destroy their communicators together. A rank that waits too long for another one
+// leaves the call behind.
 package nccl
 
 import (

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/ops"
@@ -19,60 +20,74 @@ func (b *backend) fail(err error) error {
 	}
 	b.err = fmt.Errorf("ops/nccl: %v: %w", b.op.Kind, err)
 	b.library.Fail(b.err)
-	if err := b.abort(); err != nil {
-		return fmt.Errorf("%w; %w", b.err, err)
+	launched, end := b.launched, b.done
+	b.launched, b.done = false, nil
+	if launched {
+		if err := b.library.settle(b.device, end); err != nil {
+			return fmt.Errorf("%w; %w", b.err, err)
+		}
 	}
 	return b.err
 }
 
-// Fail records err as the reason why an operation or the job has failed, unless one is recorded already. From
-// then on, no operation is launched, and closing a backend aborts its communicators instead of waiting for
-// the other ranks.
+// Fail records err as the reason why an operation or the job has failed, unless one is recorded already. Then
+// it aborts the communicators of all process sets at once, each in a goroutine of its own. A lane could not
+// do that for its own ones: it may be in a call of CUDA that waits for the work of another communicator. From
+// then on, no operation is launched.
 func (l *Library) Fail(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.err == nil {
-		l.err = err
+	if l.err != nil {
+		return
 	}
+	l.err, l.failed = err, time.Now()
 	l.turn.Broadcast()
+	for _, c := range l.comms {
+		c.aborted.Store(true)
+		go c.abort() // Close waits for it
+	}
+	l.comms = nil
 }
 
-// abort aborts the communicators and waits until the device no longer reads or writes the tensors of the
-// operation, because they belong to the caller again when the operation has failed. If the device may still
-// do so, abort returns an *ops.InUseError.
-func (b *backend) abort() error {
-	comms, launched, end, d := b.comms, b.launched, b.done, b.device
-	b.comms, b.launched, b.done = nil, false, nil
-	if len(comms) == 0 {
+// afterFailure returns the error of an operation after one that has failed, or nil if none has. The caller
+// holds mu.
+func (l *Library) afterFailure() error {
+	if l.err == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeoutCause(context.Background(), b.library.EndTimeout,
-		fmt.Errorf("NCCL has not ended its work %v after its communicator was aborted", b.library.EndTimeout))
+	return fmt.Errorf("after an earlier failure: %w", l.err)
+}
+
+// failure returns the same as afterFailure, for callers that do not hold mu.
+func (l *Library) failure() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.afterFailure()
+}
+
+// settle waits until the device no longer reads or writes the tensors of an operation that has failed,
+// because they belong to the caller then. They are used until end, or until the end of all work if end is
+// nil. If the device may still use them, settle returns an *ops.InUseError.
+func (l *Library) settle(d *device, end *cuda.Event) error {
+	l.mu.Lock()
+	deadline := l.failed.Add(l.EndTimeout)
+	l.mu.Unlock()
+	ctx, cancel := context.WithDeadlineCause(context.Background(), deadline,
+		fmt.Errorf("NCCL has not ended its work %v after its communicator was aborted", l.EndTimeout))
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { // NCCL may wait for the device in ncclCommAbort
-		var errs []error
-		for _, c := range comms {
-			errs = append(errs, c.abort())
-		}
-		err := errors.Join(errs...)
-		if launched {
-			err = b.library.await(ctx, d, end)
-		}
-		ended <- err
-	}()
+	go func() { ended <- l.await(ctx, d, end) }() // a call of CUDA may wait for the device
 	var err error
 	select {
 	case err = <-ended:
 	case <-ctx.Done():
 		err = context.Cause(ctx)
 	}
-	if err != nil && launched {
-		return &ops.InUseError{Err: fmt.Errorf(
-			"device %d may still use the buffers of the operation, which must not be used again: %w", d.Index(),
-			err)}
+	if err == nil {
+		return nil
 	}
-	return err
+	return &ops.InUseError{Err: fmt.Errorf(
+		"device %d may still use the buffers of the operation, which must not be used again: %w", d.Index(), err)}
 }
 
 // await waits until the device has done the work before end, or, if end is nil, all work. It releases end.
@@ -82,50 +97,41 @@ func (l *Library) await(ctx context.Context, d *device, end *cuda.Event) (err er
 			return err
 		}
 	}
-	return cuda.Poll(ctx, func() (done bool, err error) {
-		if done, err = end.Query(); done {
-			l.Devices.Release(end)
-		}
-		return done, err
-	})
-}
-
-// finalize ends the communicators together with the other ranks. If another rank does not take part in time,
-// or any error occurs, it aborts the communicators that have not ended.
-func (b *backend) finalize() {
-	ctx, cancel := context.WithTimeoutCause(context.Background(), b.library.EndTimeout,
-		errors.New("another rank has not finalized its communicator"))
-	defer cancel()
-	for _, c := range b.comms {
-		if c.finalize() != nil {
-			b.abort()
-			return
-		}
+	if err = cuda.Poll(ctx, end.Query); err == nil {
+		l.Devices.Release(end)
 	}
-	for len(b.comms) > 0 {
-		if cuda.Poll(ctx, b.comms[0].progress) != nil {
-			b.abort()
-			return
-		}
-		b.comms[0].destroy()
-		b.comms = b.comms[1:]
-	}
+	return err
 }
 
 // Close implements ops.Backend.
 func (b *backend) Close() {
-	b.library.mu.Lock()
-	failed := b.library.err != nil
-	b.library.mu.Unlock()
-	if failed || b.started { // peers may be gone
-		b.abort()
-	} else {
-		b.finalize()
+	if b.started { // peers may be gone
+		b.library.Fail(errors.New("a backend was closed in an operation"))
 	}
+	b.library.end(b.comms)
+	b.comms = nil
 	b.release()
 	b.host.Close()
 	if b.err == nil {
 		b.err = errors.New("the backend was closed")
+	}
+}
+
+// end ends communicators, together with the other ranks if no operation has failed. It does not wait for long
+// for a rank that does not take part.
+func (l *Library) end(comms []*communicator) {
+	late := time.After(l.EndTimeout)
+	for _, c := range comms {
+		if l.forget(c) {
+			go c.destroy()
+		}
+	}
+	for _, c := range comms {
+		select {
+		case <-c.ended:
+		case <-late:
+			return
+		}
 	}
 }
 

@@ -73,6 +73,69 @@ func TestSlowAbort(t *testing.T) {
 	}
 }
 
+// TestAbortOfAllSets checks that a failure aborts the communicators of all process sets at once. Up to NCCL
+// 2.21, ncclCommAbort waits for the work of all communicators on the device, so it does not return before the
+// others are aborted too.
+func TestAbortOfAllSets(t *testing.T) {
+	t.Setenv("STANDIN_NCCL_VERSION", "22105")
+	t.Setenv("STANDIN_NCCL_FAULT", "hang:0:1")
+	l := load(t, 1)
+	l.EndTimeout = 5 * time.Second
+	d, err := l.CUDA.Device(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	register := l.Register(nccl.Config{Streams: 2, StartTimeout: time.Minute,
+		Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+			return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
+		}})
+	gaveUp := errors.New("the caller gave up")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	var backends []ops.Backend
+	ended := make(chan error)
+	for set := range 2 {
+		b, err := register.New(topo.ProcessSetID(set), []topo.Rank{0}, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		backends = append(backends, b)
+		buf, err := d.Alloc(8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer d.Free(buf)
+		launched, of := make(chan bool), ctx
+		if set == 1 {
+			of = t.Context() // it learns of the failure only by the abort
+		}
+		go func() {
+			ended <- ops.Run(of, b, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
+				Op: tensor.Sum, Scaling: ops.Scaling{Pre: 1, Post: 1},
+				Tensors: []ops.Tensor{{In: buf, Out: buf}},
+				Device: &ops.DevicePart{Devices: []tensor.Device{tensor.CUDA(0)}, Order: uint64(set),
+					Launched: func() { close(launched) }}})
+		}()
+		<-launched
+	}
+	cancel(gaveUp)
+	for range 2 {
+		select {
+		case err := <-ended:
+			if !errors.Is(err, gaveUp) || errors.As(err, new(*ops.InUseError)) {
+				t.Errorf("got %v, want only %v", err, gaveUp)
+			}
+		case <-time.After(time.Minute):
+			t.Fatal("an operation waits for the abort of another one")
+		}
+	}
+	for _, b := range backends {
+		b.Close()
+	}
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestConnectTimeout checks that the ranks do not wait without limit if NCCL cannot connect them.
 func TestConnectTimeout(t *testing.T) {
 	t.Setenv("STANDIN_NCCL_FAULT", "init:1")

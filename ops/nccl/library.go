@@ -26,7 +26,6 @@ typedef struct {
 	const char *(*getErrorString)(int);
 	const char *(*getLastError)(void *);
 	int (*commInitRankConfig)(void **, int, uniqueID, int, config *);
-	int (*commFinalize)(void *);
 	int (*commDestroy)(void *);
 	int (*commAbort)(void *);
 	int (*commGetAsyncError)(void *, int *);
@@ -47,20 +46,21 @@ static int gohvdVersion(functions *f, int *v) { return f->getVersion(v); }
 static int gohvdUniqueID(functions *f, uniqueID *id) { return f->getUniqueID(id); }
 static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
 static const char *gohvdLastError(functions *f) { return f->getLastError(NULL); }
-// NCCL may write the communicator to its place after the call, so place is memory of C.
 // If maxCTAs is 0, NCCL chooses.
-static int gohvdInit(functions *f, void **place, int n, uniqueID *id, int rank, int maxCTAs) {
-	config c = {sizeof c, 0xcafebeef, 21700, 0, INT_MIN, INT_MIN, maxCTAs, NULL};
+static int gohvdInit(functions *f, void **comm, int n, uniqueID *id, int rank, int maxCTAs) {
+	config c = {sizeof c, 0xcafebeef, 21700, 1, INT_MIN, INT_MIN, maxCTAs, NULL}; // 1: calls block
 	if (maxCTAs == 0) {
 		c.size = 24;
 		c.version = 21400;
 	}
-	return f->commInitRankConfig(place, n, *id, rank, &c);
+	return f->commInitRankConfig(comm, n, *id, rank, &c);
 }
-static int gohvdFinalize(functions *f, void *comm) { return f->commFinalize(comm); }
 static int gohvdDestroy(functions *f, void *comm) { return f->commDestroy(comm); }
 static int gohvdAbort(functions *f, void *comm) { return f->commAbort(comm); }
-static int gohvdAsyncError(functions *f, void *comm, int *code) { return f->commGetAsyncError(comm, code); }
+static int gohvdAsyncError(functions *f, void *comm) {
+	int code, failed = f->commGetAsyncError(comm, &code);
+	return failed ? failed : code;
+}
 static int gohvdGroupStart(functions *f) { return f->groupStart(); }
 static int gohvdGroupEnd(functions *f) { return f->groupEnd(); }
 static int gohvdAllReduce(functions *f, void *in, void *out, size_t n, int type, int op, void *comm,
@@ -110,13 +110,10 @@ import (
 // functions are the names of the functions in C's struct of the same name, in its order.
 var functions = []string{
 	"ncclGetVersion", "ncclGetUniqueId", "ncclGetErrorString", "ncclGetLastError", "ncclCommInitRankConfig",
-	"ncclCommFinalize", "ncclCommDestroy", "ncclCommAbort", "ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd",
+	"ncclCommDestroy", "ncclCommAbort", "ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd",
 	"ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclAllGather", "ncclReduceScatter", "ncclSend",
 	"ncclRecv", "ncclRedOpCreatePreMulSum", "ncclRedOpDestroy",
 }
-
-// inProgress is the code of ncclInProgress.
-const inProgress = 7
 
 // These are values of ncclRedOp_t.
 const (
@@ -150,6 +147,9 @@ type Library struct {
 	next uint64
 	err  error
 	turn sync.Cond
+	// failed is when err was set. comms are the communicators that Fail aborts then.
+	failed time.Time
+	comms  []*communicator
 }
 
 // Load loads NCCL from the file at path, or from where the dynamic loader finds it if path is "", and
@@ -239,10 +239,9 @@ func versionText(v int) string {
 	return fmt.Sprintf("%d.%d.%d", v/10000, v/100%100, v%100)
 }
 
-// check returns the error for a result of the function that is called call. A call of a nonblocking
-// communicator that goes on is no error.
+// check returns the error for a result of the function that is called call.
 func (l *Library) check(call string, code C.int) error {
-	if code == 0 || code == inProgress {
+	if code == 0 {
 		return nil
 	}
 	return &Error{Call: call, Code: int(code), Text: C.GoString(C.gohvdErrorText(l.f, code)),
@@ -257,37 +256,20 @@ func (l *Library) newID(id *[idBytes]byte) error {
 	return l.check("ncclGetUniqueId", C.gohvdUniqueID(l.f, (*C.uniqueID)(unsafe.Pointer(id))))
 }
 
-// communicator is an ncclComm_t. After abort or destroy it must not be used.
-type communicator struct {
-	library *Library
-	place   *unsafe.Pointer // where the handle is, in memory of C
-	stream  *cuda.Stream
-	rank, n int
+// initialize makes the communicator with the unique id. It waits until all ranks have called it.
+func (l *Library) initialize(c *communicator, id *[idBytes]byte, maxCTAs int) error {
+	return l.check("ncclCommInitRankConfig", C.gohvdInit(l.f, &c.handle, C.int(c.n),
+		(*C.uniqueID)(unsafe.Pointer(id)), C.int(c.rank), C.int(maxCTAs)))
 }
 
-// join begins to make a communicator of n ranks for the stream of d. It can be used when progress has
-// returned true.
-func (l *Library) join(id *[idBytes]byte, n, rank int, d *device) (*communicator, error) {
-	c := &communicator{library: l, stream: d.stream, rank: rank, n: n,
-		place: (*unsafe.Pointer)(C.calloc(1, C.size_t(unsafe.Sizeof(uintptr(0)))))}
-	if err := d.Use(func() error {
-		return l.check("ncclCommInitRankConfig", C.gohvdInit(l.f, c.place, C.int(n),
-			(*C.uniqueID)(unsafe.Pointer(id)), C.int(rank), C.int(d.maxCTAs)))
-	}); err != nil {
-		return nil, err
-	}
-	return c, nil
+// asyncError returns the error that the communicator reports, or nil.
+func (l *Library) asyncError(c *communicator) error {
+	return l.check("the communicator", C.gohvdAsyncError(l.f, c.handle))
 }
 
-// progress reports whether the last call for the communicator has ended. It returns the error that the
-// communicator reports, if there is one.
-func (c *communicator) progress() (done bool, err error) {
-	var code C.int
-	if err := c.check("ncclCommGetAsyncError", C.gohvdAsyncError(c.library.f, *c.place, &code)); err != nil {
-		return false, err
-	}
-	return code == 0, c.check("the communicator", code)
-}
+func (l *Library) abort(c *communicator) { C.gohvdAbort(l.f, c.handle) }
+
+func (l *Library) destroy(c *communicator) { C.gohvdDestroy(l.f, c.handle) }
 
 func (c *communicator) check(call string, code C.int) error { return c.library.check(call, code) }
 
@@ -299,23 +281,6 @@ const (
 
 // isLocal reports whether this rank has caused the error. Otherwise NCCL does not say which rank has.
 func (e *Error) isLocal() bool { return e.Code == unhandledCUDAError || e.Code == invalidArgument }
-
-// finalize begins to end the communicator, in which all ranks must take part. progress reports when it has
-// ended. Then it can be destroyed.
-func (c *communicator) finalize() error {
-	return c.check("ncclCommFinalize", C.gohvdFinalize(c.library.f, *c.place))
-}
-
-// abort makes the work of the communicator on the device end soon, also without the other ranks. It may wait
-// for this work.
-func (c *communicator) abort() error {
-	return c.check("ncclCommAbort", C.gohvdAbort(c.library.f, *c.place))
-}
-
-func (c *communicator) destroy() error {
-	defer C.free(unsafe.Pointer(c.place))
-	return c.check("ncclCommDestroy", C.gohvdDestroy(c.library.f, *c.place))
-}
 
 // group calls f between ncclGroupStart and ncclGroupEnd. The thread of the caller must be locked.
 func (c *communicator) group(f func() error) error {
@@ -333,7 +298,7 @@ func address(b []byte) unsafe.Pointer { return unsafe.Pointer(unsafe.SliceData(b
 
 func (c *communicator) allReduce(in, out []byte, dt tensor.DType, op C.int) error {
 	t, n := elements(in, dt)
-	return c.check("ncclAllReduce", C.gohvdAllReduce(c.library.f, address(in), address(out), n, t, op, *c.place,
+	return c.check("ncclAllReduce", C.gohvdAllReduce(c.library.f, address(in), address(out), n, t, op, c.handle,
 		C.uintptr_t(c.stream.Handle())))
 }
 
@@ -341,7 +306,7 @@ func (c *communicator) allReduce(in, out []byte, dt tensor.DType, op C.int) erro
 func (c *communicator) reduce(in, out []byte, dt tensor.DType, op C.int, root int) error {
 	t, n := elements(in, dt)
 	return c.check("ncclReduce", C.gohvdReduce(c.library.f, address(in), address(out), n, t, op, C.int(root),
-		*c.place, C.uintptr_t(c.stream.Handle())))
+		c.handle, C.uintptr_t(c.stream.Handle())))
 }
 
 // reduceScatter reduces in, which has a block of the same size for each rank. This rank gets its block of the
@@ -349,29 +314,29 @@ func (c *communicator) reduce(in, out []byte, dt tensor.DType, op C.int, root in
 func (c *communicator) reduceScatter(in, out []byte, dt tensor.DType, op C.int) error {
 	t, n := elements(out, dt)
 	return c.check("ncclReduceScatter", C.gohvdReduceScatter(c.library.f, address(in), address(out), n, t, op,
-		*c.place, C.uintptr_t(c.stream.Handle())))
+		c.handle, C.uintptr_t(c.stream.Handle())))
 }
 
 // broadcast copies the in of the root to the out of every rank.
 func (c *communicator) broadcast(in, out []byte, root int) error {
 	return c.check("ncclBroadcast", C.gohvdBroadcast(c.library.f, address(in), address(out),
-		C.size_t(len(out)), C.int(root), *c.place, C.uintptr_t(c.stream.Handle())))
+		C.size_t(len(out)), C.int(root), c.handle, C.uintptr_t(c.stream.Handle())))
 }
 
 // allGather stores the in of all ranks, which have the same size, in out.
 func (c *communicator) allGather(in, out []byte) error {
 	return c.check("ncclAllGather", C.gohvdAllGather(c.library.f, address(in), address(out),
-		C.size_t(len(in)), *c.place, C.uintptr_t(c.stream.Handle())))
+		C.size_t(len(in)), c.handle, C.uintptr_t(c.stream.Handle())))
 }
 
 func (c *communicator) send(buf []byte, peer int) error {
 	return c.check("ncclSend", C.gohvdSend(c.library.f, address(buf), C.size_t(len(buf)), C.int(peer),
-		*c.place, C.uintptr_t(c.stream.Handle())))
+		c.handle, C.uintptr_t(c.stream.Handle())))
 }
 
 func (c *communicator) recv(buf []byte, peer int) error {
 	return c.check("ncclRecv", C.gohvdRecv(c.library.f, address(buf), C.size_t(len(buf)), C.int(peer),
-		*c.place, C.uintptr_t(c.stream.Handle())))
+		c.handle, C.uintptr_t(c.stream.Handle())))
 }
 
 // preMulSum returns a reduction that multiplies the contributions by factor and adds them.
@@ -389,12 +354,12 @@ func (c *communicator) preMulSum(dt tensor.DType, factor float64) (op C.int, err
 		*(*float64)(unsafe.Pointer(&value)) = factor
 	}
 	err = c.check("ncclRedOpCreatePreMulSum",
-		C.gohvdPreMulSum(c.library.f, &op, unsafe.Pointer(&value), t, *c.place))
+		C.gohvdPreMulSum(c.library.f, &op, unsafe.Pointer(&value), t, c.handle))
 	return op, err
 }
 
 func (c *communicator) destroyOp(op C.int) error {
-	return c.check("ncclRedOpDestroy", C.gohvdRedOpDestroy(c.library.f, op, *c.place))
+	return c.check("ncclRedOpDestroy", C.gohvdRedOpDestroy(c.library.f, op, c.handle))
 }
 
 // types are the values of ncclDataType_t. NCCL has no type for 16-bit integers. A bool is a uint8.

@@ -31,6 +31,8 @@ static struct {
 	int made, retained;
 } primary[maxDevices];
 
+static pthread_mutex_t driver[maxDevices] = {[0 ... maxDevices - 1] = PTHREAD_MUTEX_INITIALIZER};
+
 static __thread void *stack[maxDepth]; // of the contexts of the calling thread
 static __thread int depth;
 
@@ -106,8 +108,15 @@ int standin_selected(void) { return depth ? numberOf(stack[depth - 1]) : 0; }
 int standin_current(const char *call) {
 	if (!depth && standin_select(0) != success)
 		standin_violation("%s: the thread has no context, and another process has the only one of device 0", call);
-	return numberOf(stack[depth - 1]);
+	int device = numberOf(stack[depth - 1]);
+	standin_lock_driver(device); // waits for the call of another thread that has locked it
+	standin_unlock_driver(device);
+	return device;
 }
+
+void standin_lock_driver(int device) { pthread_mutex_lock(&driver[device]); }
+
+void standin_unlock_driver(int device) { pthread_mutex_unlock(&driver[device]); }
 
 size_t standin_context_bytes(int device) {
 	return primary[device].made ? (size_t)standin_setting("STANDIN_CUDA_CONTEXT_BYTES", 0) : 0;

@@ -230,7 +230,9 @@ int cudaFree(void *p) {
 		standin_violation("cudaFree: %p is not the beginning of an allocation", p);
 	int device = b->device;
 	pthread_mutex_unlock(&lock);
+	standin_lock_driver(device);
 	synchronizeAll(device);
+	standin_unlock_driver(device);
 	pthread_mutex_lock(&lock);
 	used[device] -= b->size;
 	unmap(b);

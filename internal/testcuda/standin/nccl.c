@@ -5,6 +5,10 @@
 // differ, a message whose receiver expects another size. Like a kernel, an operation occupies multiprocessors of
 // its device from its beginning to its end, and does not begin before enough of them are free.
 //
+// Communicators must be blocking: NCCL starts a thread for each launch of one that is not. Up to NCCL 2.21,
+// ncclCommAbort waits for the work of all communicators on the device, and until then no other thread can call
+// CUDA for the device.
+//
 // The environment selects what it pretends to be and which fault occurs:
 //
 //	STANDIN_NCCL_VERSION      version (default 22304)
@@ -14,7 +18,8 @@
 //	                          hang   the operation does not complete
 //	                          slow   the operation goes on until a second after ncclCommAbort, and then writes
 //	                          refuse the call returns ncclInternalError
-//	                          init   (without N) the rank does not answer during initialization
+//	                          init   (without N) the rank does not answer during initialization, which ends with
+//	                          an error after 8 s
 //	NCCL_HOSTID               ranks with different values do not share a host, so that they may share a device
 //
 // With -DSTANDIN_OLD the library has only the functions of NCCL 2.7.
@@ -38,8 +43,7 @@ int cudaDeviceGetPCIBusId(char *text, int len, int device);
 int cudaDeviceGetAttribute(int *value, int attribute, int device);
 int cudaPointerGetAttributes(void *attributes, const void *p);
 
-enum { success = 0, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6,
-	inProgress = 7 };
+enum { success = 0, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6 };
 enum { maxRanks = 16, maxDevices = 16, defaultBlocks = 32, window = 64 << 10, letter = 16 << 10 };
 enum { sum, prod, max, min, avg, numOps };
 enum { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16, numTypes };
@@ -61,7 +65,6 @@ struct member {
 	char host[64], bus[32];
 	long arrived;
 	long call[5]; // kind, count, type, reduction, root of the operation in progress
-	int color, key;
 	char window[window];
 };
 
@@ -76,22 +79,22 @@ struct comm {
 	char name[128];
 	int rank, n, device;
 	int blocks; // how many multiprocessors an operation occupies
-	int busy, initializing, ready, aborting, async;
+	int busy, aborting, async;
 	int grouped;       // whether operations wait for the end of a group
-	int finalizing;    // whether ncclCommFinalize was called
 	double abortedAt;  // the time of ncclCommAbort
 	long arrived; // how often this rank has arrived at a barrier
-	long operations, splits;
+	long operations;
 	int questions; // how many questions are left until an error is reported, or 0
 	double factors[64]; // of PreMulSum
 	int made[64], numFactors;
-	pthread_t initializer;
 	struct comm *next;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct comm *comms;
 static __thread char detail[256];
+static __thread int depth;       // of nested groups
+static int occupied[maxDevices]; // the multiprocessors of each device that operations of this process occupy
 
 static size_t sizeOf(int type) {
 	static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -163,7 +166,6 @@ const char *ncclGetErrorString(int code) {
 	case invalidArgument: return "invalid argument";
 	case invalidUsage: return "invalid usage";
 	case remoteError: return "remote process exited or there was a network error";
-	case inProgress: return "NCCL operation in progress";
 	}
 	return "unknown result code";
 }
@@ -190,22 +192,24 @@ static int openRegion(struct comm *c) {
 
 // meet waits until all ranks have joined, and checks them.
 static int meet(struct comm *c) {
-	if (faulty(c, "init", 0)) {
-		while (!__atomic_load_n(&c->aborting, __ATOMIC_ACQUIRE))
-			pause_();
-		return internalError;
-	}
+	const char *fault = getenv("STANDIN_NCCL_FAULT");
+	double end = now() + (fault && strncmp(fault, "init:", 5) == 0 ? 8 : 60);
+	while (faulty(c, "init", 0) && now() < end)
+		pause_();
 	struct member *me = &c->region->members[c->rank];
 	if (__atomic_load_n(&me->joined, __ATOMIC_ACQUIRE))
 		return fails(invalidUsage, "the rank has already checked in");
 	const char *host = getenv("NCCL_HOSTID");
 	snprintf(me->host, sizeof me->host, "%s", host ? host : "");
 	cudaDeviceGetPCIBusId(me->bus, sizeof me->bus, c->device);
-	__atomic_store_n(&me->joined, 1, __ATOMIC_RELEASE);
+	if (!faulty(c, "init", 0))
+		__atomic_store_n(&me->joined, 1, __ATOMIC_RELEASE);
 	for (int r = 0; r < c->n; r++)
 		while (!__atomic_load_n(&c->region->members[r].joined, __ATOMIC_ACQUIRE)) {
-			if (__atomic_load_n(&c->aborting, __ATOMIC_ACQUIRE))
-				return internalError;
+			if (now() >= end) {
+				shm_unlink(c->name);
+				return fails(systemError, "a rank has not checked in");
+			}
 			pause_();
 		}
 	shm_unlink(c->name);
@@ -251,25 +255,16 @@ static void forget(struct comm *c) {
 }
 
 int ncclCommInitRank(void **comm, int n, struct uniqueId id, int rank) {
-	struct comm *c;
+	struct comm *c = NULL;
 	int code = newComm(comm, n, id.bytes, rank, &c);
-	if (code == success && (code = meet(c)) == success)
-		c->ready = 1;
-	else
+	if (code == success && c && (code = meet(c)) != success) {
 		*comm = NULL;
+		forget(c);
+	}
 	return code;
 }
 
 #ifndef STANDIN_OLD
-
-static void *initialize(void *arg) {
-	struct comm *c = arg;
-	int code = meet(c);
-	if (code == success)
-		__atomic_store_n(&c->ready, 1, __ATOMIC_RELEASE);
-	__atomic_store_n(&c->async, code, __ATOMIC_RELEASE);
-	return NULL;
-}
 
 struct config {
 	size_t size;
@@ -282,21 +277,14 @@ struct config {
 int ncclCommInitRankConfig(void **comm, int n, struct uniqueId id, int rank, struct config *config) {
 	if (config->magic != 0xcafebeef)
 		return fails(invalidArgument, "the configuration is not initialized");
-	if (config->blocking != 0)
-		return ncclCommInitRank(comm, n, id, rank);
-	struct comm *c;
-	int code = newComm(comm, n, id.bytes, rank, &c);
-	if (code != success)
-		return code;
-	if (config->version >= 21700) {
-		if (config->size < sizeof *config || config->maxBlocks < 1)
-			return fails(invalidArgument, "the configuration is too short or maxCTAs is not positive");
-		c->blocks = config->maxBlocks < defaultBlocks ? config->maxBlocks : defaultBlocks;
-	}
-	c->async = inProgress;
-	c->initializing = 1;
-	pthread_create(&c->initializer, NULL, initialize, c);
-	return inProgress;
+	if (config->blocking != 1)
+		standin_violation("ncclCommInitRankConfig: each launch of a nonblocking communicator starts a thread");
+	if (config->version >= 21700 && (config->size < sizeof *config || config->maxBlocks < 1))
+		return fails(invalidArgument, "the configuration is too short or maxCTAs is not positive");
+	int code = ncclCommInitRank(comm, n, id, rank);
+	if (code == success && config->version >= 21700 && config->maxBlocks < defaultBlocks)
+		((struct comm *)*comm)->blocks = config->maxBlocks;
+	return code;
 }
 
 const char *ncclGetLastError(void *comm) {
@@ -306,7 +294,7 @@ const char *ncclGetLastError(void *comm) {
 
 #endif
 
-// left reports whether all ranks have called ncclCommFinalize.
+// left reports whether all ranks have called ncclCommDestroy.
 static int left(struct comm *c) {
 	for (int r = 0; r < c->n; r++)
 		if (!__atomic_load_n(&c->region->members[r].left, __ATOMIC_ACQUIRE))
@@ -316,25 +304,14 @@ static int left(struct comm *c) {
 
 int ncclCommGetAsyncError(void *comm, int *code) {
 	struct comm *c = checked(comm, "ncclCommGetAsyncError");
-	if (c->grouped)
+	if (c->grouped && depth > 0)
 		standin_violation("ncclCommGetAsyncError: operations of the communicator wait for ncclGroupEnd");
 	if (c->questions > 0 && --c->questions == 0)
 		__atomic_store_n(&c->async, remoteError, __ATOMIC_RELEASE);
 	*code = __atomic_load_n(&c->async, __ATOMIC_ACQUIRE);
 	if (*code == success && c->n > 1 && __atomic_load_n(&c->region->aborted, __ATOMIC_ACQUIRE))
 		*code = remoteError;
-	if (*code == success && c->finalizing && !left(c))
-		*code = inProgress;
 	return success;
-}
-
-static struct comm *usable(void *comm, const char *call) {
-	struct comm *c = enter(comm, call);
-	if (!__atomic_load_n(&c->ready, __ATOMIC_ACQUIRE))
-		standin_violation("%s: the communicator is not initialized yet", call);
-	if (c->finalizing)
-		standin_violation("%s: the communicator was finalized", call);
-	return c;
 }
 
 int ncclCommCount(void *comm, int *n) {
@@ -354,26 +331,19 @@ int ncclCommCuDevice(void *comm, int *device) {
 
 int ncclCommDestroy(void *comm) {
 	struct comm *c = enter(comm, "ncclCommDestroy");
-#ifndef STANDIN_OLD
-	if (!c->finalizing || !left(c))
-		standin_violation("ncclCommDestroy: the communicator is not finalized, so this may wait for other ranks");
-#endif
-	if (c->initializing)
-		pthread_join(c->initializer, NULL);
+	__atomic_store_n(&c->region->members[c->rank].left, 1, __ATOMIC_RELEASE);
+	while (!left(c) && !__atomic_load_n(&c->region->aborted, __ATOMIC_ACQUIRE))
+		pause_();
 	forget(c);
 	return success;
 }
 
-#ifndef STANDIN_OLD
-
-int ncclCommFinalize(void *comm) {
-	struct comm *c = usable(comm, "ncclCommFinalize");
-	c->finalizing = 1;
-	__atomic_store_n(&c->region->members[c->rank].left, 1, __ATOMIC_RELEASE);
-	return leave(c, c->initializing ? inProgress : success);
+static int isIdle(int device) {
+	pthread_mutex_lock(&lock);
+	int idle = occupied[device] == 0;
+	pthread_mutex_unlock(&lock);
+	return idle;
 }
-
-#endif
 
 int ncclCommAbort(void *comm) {
 	struct comm *c = checked(comm, "ncclCommAbort");
@@ -381,11 +351,16 @@ int ncclCommAbort(void *comm) {
 	if (__atomic_exchange_n(&c->aborting, 1, __ATOMIC_ACQ_REL))
 		standin_violation("ncclCommAbort: the communicator was aborted before");
 	__atomic_store_n(&c->region->aborted, 1, __ATOMIC_RELEASE);
-	shm_unlink(c->name); // it still exists if the communicator was not made
-	if (c->initializing)
-		pthread_join(c->initializer, NULL);
+	int version;
+	ncclGetVersion(&version);
+	if (version < 22200) {
+		standin_lock_driver(c->device);
+		while (!isIdle(c->device))
+			pause_();
+		standin_unlock_driver(c->device);
+	}
 	forget(c);
-	return c->initializing ? inProgress : success; // its work on the device may go on for a while
+	return success; // its work on the device may go on for a while
 }
 
 // ---- arithmetic
@@ -519,8 +494,6 @@ static void multiply(int type, char *p, size_t n, double factor) {
 }
 
 // ---- multiprocessors
-
-static int occupied[maxDevices]; // of each device, by operations of this process
 
 // occupy begins an operation if enough multiprocessors are free, and reports whether it has begun.
 static int occupy(struct comm *c, int *begun) {
@@ -689,7 +662,6 @@ struct deferred {
 	struct deferred *next;
 };
 
-static __thread int depth;               // of nested groups
 static __thread struct exchange *queued; // the messages of the group of this thread
 static __thread struct deferred *deferred, *lastDeferred;
 
@@ -793,7 +765,7 @@ static int begin(struct comm *c, int *stuck) {
 
 static int message(const void *data, size_t n, int type, int peer, int sends, void *comm, void *stream,
 		const char *call) {
-	struct comm *c = usable(comm, call);
+	struct comm *c = enter(comm, call);
 	if (peer < 0 || peer >= c->n || type < 0 || type >= numTypes)
 		return leave(c, fails(invalidArgument, "invalid peer or type"));
 	if (n == 0)
@@ -839,7 +811,7 @@ int ncclRecv(void *data, size_t n, int type, int peer, void *comm, void *stream)
 
 static int collective(int kind, const void *in, void *out, size_t n, int type, int op, int root, void *comm,
 		void *stream, const char *call) {
-	struct comm *c = usable(comm, call);
+	struct comm *c = enter(comm, call);
 	if (type < 0 || type >= numTypes || root < 0 || root >= c->n)
 		return leave(c, fails(invalidArgument, "invalid type or root"));
 	double factor = 1;
@@ -909,10 +881,10 @@ int ncclReduceScatter(const void *in, void *out, size_t n, int type, int op, voi
 
 #ifndef STANDIN_OLD
 
-// ---- reductions with a factor, splitting
+// ---- reductions with a factor
 
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *comm) {
-	struct comm *c = usable(comm, "ncclRedOpCreatePreMulSum");
+	struct comm *c = enter(comm, "ncclRedOpCreatePreMulSum");
 	if (residence != 1)
 		return leave(c, fails(invalidArgument, "the stand-in reads factors only from host memory"));
 	int i = 0;
@@ -929,44 +901,12 @@ int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, voi
 }
 
 int ncclRedOpDestroy(int op, void *comm) {
-	struct comm *c = usable(comm, "ncclRedOpDestroy");
+	struct comm *c = enter(comm, "ncclRedOpDestroy");
 	int i = op - numOps;
 	if (i < 0 || i >= c->numFactors || !c->made[i])
 		standin_violation("ncclRedOpDestroy: reduction %d does not exist", op);
 	c->made[i] = 0;
 	return leave(c, success);
-}
-
-int ncclCommSplit(void *comm, int color, int key, void **child, struct config *config) {
-	(void)config;
-	struct comm *c = usable(comm, "ncclCommSplit");
-	struct member *me = &c->region->members[c->rank];
-	me->color = color;
-	me->key = key;
-	arrive(c);
-	while (!arrived(c))
-		pause_();
-	int rank = 0, n = 0;
-	for (int r = 0; r < c->n; r++) {
-		struct member *m = &c->region->members[r];
-		if (m->color != color)
-			continue;
-		n++;
-		rank += m->key < key || (m->key == key && r < c->rank);
-	}
-	arrive(c);
-	while (!arrived(c))
-		pause_();
-	char name[128];
-	snprintf(name, sizeof name, "%.36s-%ld-%d", c->name, ++c->splits, color);
-	*child = NULL;
-	int code = success;
-	if (color >= 0) {
-		struct comm *made;
-		if ((code = newComm(child, n, name, rank, &made)) == success && (code = meet(made)) == success)
-			made->ready = 1;
-	}
-	return leave(c, code);
 }
 
 #endif

@@ -26,6 +26,10 @@ int standin_selected(void);
 // standin_current returns the device of the thread for a call that needs a context.
 int standin_current(const char *call);
 
+// standin_lock_driver makes the calls of other threads for a device wait, until standin_unlock_driver.
+void standin_lock_driver(int device);
+void standin_unlock_driver(int device);
+
 // standin_context_bytes returns the memory that the context of a device takes.
 size_t standin_context_bytes(int device);
 
