@@ -58,6 +58,9 @@ const (
 	Moving
 	// Finished means that the last step was done and the operation has ended.
 	Finished
+	// Launched means that the last step was done and the operation goes on on a device. The backend can start
+	// the next one. Its Follower learns when it has ended. Without a Follower, Step returns Finished instead.
+	Launched
 )
 
 // Activity is a phase of an operation that a timeline shows. It ends when the next one begins.
@@ -167,14 +170,24 @@ type DevicePart struct {
 	Err error
 	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
 	Ready []*cuda.Event
-	// If Launched is not nil, the backend makes the Streams of this rank's device, which are cudaStream_t,
-	// wait on the device for the end of the operation. Then it calls Launched from Step, once, and continues.
-	// If the operation has several parts, this applies to the last one.
-	Launched func()
-	Streams  []uintptr
+	// Follower learns what happens to an operation that has been launched, if it is not nil. If the operation
+	// has several parts, this applies to the last one.
+	Follower Follower
+	// Streams are streams of this rank's device, as cudaStream_t, that the backend makes wait on the device
+	// for the end of the operation. If there are some, it then calls Launched of the Follower.
+	Streams []uintptr
 	// If Enter is not nil, the backend calls it from Step when an activity of an operation on devices begins.
 	// It learns when the device begins one only by asking events, so Enter is nil without a timeline.
 	Enter func(Activity)
+}
+
+// Follower learns what happens to an operation on a device after its launch.
+type Follower interface {
+	// Launched is called from Step, once, when the Streams wait for the operation.
+	Launched()
+	// Ended is called once if Step returns Launched, perhaps earlier and from another goroutine. The device
+	// no longer uses the buffers of the operation then, unless err is an *InUseError.
+	Ended(err error)
 }
 
 // Tensor has this rank's input and output buffers for one tensor of an allreduce or of a reduce.

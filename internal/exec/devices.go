@@ -83,28 +83,27 @@ func (m *machine) ready(w *Work) []*cuda.Event {
 	return cuda.Latest(ready)
 }
 
-// completeEarly makes the entries of w complete when their streams wait for the operation, if they have
-// streams. Then run runs the operation to its end without them. A timeline needs the times of the device, so
-// with a timeline they complete at the end.
-func (m *machine) completeEarly(w *Work) {
+// streams returns the streams that wait on the device for the operation of w. If there are some, its entries
+// complete when they do, and it goes on without them. A timeline needs the times of the device, so with a
+// timeline the entries complete at the end. The slice belongs to the lane, and the next call overwrites it.
+func (m *machine) streams(w *Work) []uintptr {
 	if w.watching != nil || w.Absent {
-		return
+		return nil
 	}
-	device := &m.execution.device
+	streams := m.scratch.streams[:0]
 	for _, e := range w.Entries {
 		part, ok := e.Device.(*cuda.DevicePart)
 		if !ok {
 			continue
 		}
 		for _, s := range part.Streams {
-			if !slices.Contains(device.Streams, s) {
-				device.Streams = append(device.Streams, s)
+			if !slices.Contains(streams, s) {
+				streams = append(streams, s)
 			}
 		}
 	}
-	if len(device.Streams) > 0 {
-		device.Launched = func() { m.launched(w) }
-	}
+	m.scratch.streams = streams
+	return streams
 }
 
 // launched completes the entries of w, whose operation goes on. The first of their deadlines becomes that of
@@ -118,7 +117,9 @@ func (m *machine) launched(w *Work) {
 		}
 	}
 	// Set the limit before the entries leave the queue, so that the loop finds the deadline in one of them.
-	m.setLimit(first)
+	if first.timeout > 0 {
+		m.setLimit(w, first)
+	}
 	m.finish(w, nil)
 	clear(w.Entries) // they may be used again
 	w.Entries = w.Entries[:0]

@@ -11,23 +11,26 @@ import (
 
 // execute runs the operation of w to its end. If the operation was started before, execute continues it. It
 // waits for other ranks until ctx ends. If it returns an error, it has reported no result, and the caller
-// must report the error for every tensor of w.
-func (m *machine) execute(ctx context.Context, w *Work) error {
+// must report the error for every tensor of w. If it reports that w was launched, w goes on on a device and
+// belongs to the backend, which calls the lane's method ended.
+func (m *machine) execute(ctx context.Context, w *Work) (launched bool, err error) {
 	if !w.started {
 		w.begin(m.cfg.Observer.Since(), m.cfg.Observer)
 		if err := m.copyIn(ctx, w); err != nil {
-			return err
+			return false, err
 		}
 		if err := m.start(w); err != nil {
-			return err
+			return false, err
 		}
 	}
 	for {
 		switch p, err := m.step(ctx, true); {
 		case err != nil:
-			return err
+			return false, err
+		case p == ops.Launched:
+			return true, nil
 		case p == ops.Finished:
-			return m.copyOut(ctx, w)
+			return false, m.copyOut(ctx, w)
 		}
 	}
 }
@@ -59,7 +62,8 @@ func (m *machine) start(w *Work) (err error) {
 		if x.device.Ready, x.device.Order = m.ready(w), w.Order; w.watching != nil {
 			x.device.Enter = w.enter
 		}
-		m.completeEarly(w)
+		w.on = m
+		x.device.Follower, x.device.Streams = (*follower)(w), m.streams(w)
 	}
 	switch {
 	case kind == message.Allreduce || kind == message.Reduce:
@@ -103,13 +107,19 @@ func (m *machine) exchange() error {
 }
 
 // step executes the next step of the operation. If wait is set, it waits for the ranks that the step needs.
-// When step returns Finished, the results of the tensors can be reported.
+// When step returns Finished, the results of the tensors can be reported. When it returns Launched, the work
+// may have ended already.
 func (m *machine) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	x := &m.execution
 	if x.backend == nil {
 		return ops.Finished, nil
 	}
 	p, err := x.backend.Step(ctx, wait)
+	if p == ops.Launched && err == nil {
+		clear(m.scratch.tensors)
+		*x = execution{}
+		return p, nil
+	}
 	if err != nil || p != ops.Finished {
 		return p, err
 	}

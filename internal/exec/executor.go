@@ -39,7 +39,7 @@ func (x *Executor) NewLane(set controller.Set, me int) (*Lane, error) {
 	}
 	l := &Lane{cfg: &x.cfg}
 	l.machine = machine{set: set, me: me, manager: manager, cfg: &x.cfg, warned: &x.warned}
-	l.changed.L, l.machine.setLimit = &l.mu, l.setLimit
+	l.changed.L, l.machine.setLimit, l.machine.ended = &l.mu, l.setLimit, l.ended
 	l.spawn = func() {
 		x.running.Go(func() {
 			x.cfg.Pin()
@@ -118,7 +118,7 @@ func (l *Lane) leaveTurn(w *Work, err error) {
 		l.machine.finish(w, nil)
 		w = nil
 	} else {
-		w.failed = true
+		w.failed, w.cause = true, err
 	}
 	l.unclaim(w)
 }

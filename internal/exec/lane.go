@@ -23,36 +23,45 @@ type Lane struct {
 	mu        sync.Mutex
 	changed   sync.Cond // wakes run
 	todo      []*Work
-	spawned   bool  // whether the goroutine of run was started
-	executing bool  // whether run is executing an operation
-	answering bool  // whether run has executed an operation but not reported all its results
-	claimed   bool  // whether the loop has claimed the lane, so that run waits
-	limit     limit // of the operation that run is executing, if its entries have completed
-	ended     bool  // whether no more work will be pushed
-	err       error // the error with which all remaining work ends, or nil if the work is to be executed
+	spawned   bool    // whether the goroutine of run was started
+	executing bool    // whether run is executing an operation
+	answering bool    // whether run has executed an operation but not reported all its results
+	inFlight  int     // the number of operations that were launched on a device and have not ended
+	claimed   bool    // whether the loop has claimed the lane, so that run waits
+	limited   []*Work // work whose entries have completed before its end, and that has a limit
+	closing   bool    // whether no more work will be pushed
+	err       error   // the error with which all remaining work ends, or nil if the work is to be executed
 }
 
-// Expire calls report if the operation whose entries have completed has not ended in time, and again after
-// each interval. It returns when it must be called again.
+// Expire calls report for each operation whose entries have completed and that has not ended in time, and
+// again after each interval. It returns when it must be called again.
 func (l *Lane) Expire(now, interval time.Duration, report func(name string,
 	timeout time.Duration)) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	switch m := &l.limit; {
-	case m.timeout == 0:
-		return controller.Never
-	case m.due <= now:
-		report(m.name, m.timeout)
-		m.due = now + interval
+	due := controller.Never
+	for _, w := range l.limited {
+		m := &w.limit
+		if m.due <= now {
+			report(m.name, m.timeout)
+			m.due = now + interval
+		}
+		due = min(due, m.due)
 	}
-	return l.limit.due
+	return due
 }
 
-// setLimit sets the time limit of the operation that run executes.
-func (l *Lane) setLimit(of limit) {
+// setLimit sets the time limit of w.
+func (l *Lane) setLimit(w *Work, to limit) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.limit = of
+	w.limit = to
+	l.limited = append(l.limited, w)
+}
+
+// unlimit removes the time limit of w. The caller holds mu.
+func (l *Lane) unlimit(w *Work) {
+	l.limited = slices.DeleteFunc(l.limited, func(o *Work) bool { return o == w })
 }
 
 // Queued returns the number of grants that wait for the goroutine of the lane.
@@ -72,7 +81,7 @@ func (l *Lane) Push(w *Work) {
 
 // wake wakes the goroutine of run if it has something to do. The caller holds mu.
 func (l *Lane) wake() {
-	if !l.claimed && (len(l.todo) > 0 || l.ended) {
+	if !l.claimed && (len(l.todo) > 0 || l.closing) {
 		l.signal()
 	}
 }
@@ -88,11 +97,12 @@ func (l *Lane) signal() {
 }
 
 // claim claims the lane for the loop if run has nothing to do, and reports whether it has succeeded. If
-// inOrder is set, claim also requires that run has reported the results of everything that it has executed.
+// inOrder is set, claim also requires that the results of everything that run has executed were reported.
 func (l *Lane) claim(inOrder bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.executing || l.claimed || l.ended || l.err != nil || len(l.todo) > 0 || inOrder && l.answering {
+	if l.executing || l.claimed || l.closing || l.err != nil || len(l.todo) > 0 ||
+		inOrder && (l.answering || l.inFlight > 0) {
 		return false
 	}
 	l.claimed = true
@@ -115,18 +125,19 @@ func (l *Lane) unclaim(w *Work) {
 func (l *Lane) End(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.err, l.ended = err, true
+	l.err, l.closing = err, true
 	l.signal() // this wakes run even if it waits for the verdict
 }
 
 // next removes and returns the oldest work. It also returns the error that was passed to End, if any. It
-// blocks until there is work. If the lane has ended and no work is left, next returns nil.
+// blocks until there is work. Work that does not move data, such as a barrier, waits for the operations in
+// flight. If the lane has ended and no work is left, next returns nil.
 func (l *Lane) next() (w *Work, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.executing, l.answering, l.limit = false, false, limit{}
-	for l.claimed || len(l.todo) == 0 {
-		if l.ended && !l.claimed {
+	l.executing, l.answering = false, false
+	for l.claimed || len(l.todo) == 0 || l.inFlight > 0 && !l.todo[0].overtakes() {
+		if l.closing && !l.claimed && l.inFlight == 0 {
 			return nil, nil
 		}
 		l.changed.Wait()
@@ -142,7 +153,36 @@ func (l *Lane) next() (w *Work, err error) {
 func (l *Lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.executing, l.answering, l.limit = false, true, limit{}
+	l.executing, l.answering = false, true
+}
+
+// launched records that the work that next returned has been launched on a device, where it goes on.
+func (l *Lane) launched() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.executing = false
+	l.inFlight++
+}
+
+// ended reports the results of work that was launched on a device. If it has failed, run does so when the
+// verdict is known. It may be called before launched, while run executes the work.
+func (l *Lane) ended(w *Work, err error) {
+	if err == nil {
+		l.mu.Lock()
+		l.unlimit(w)
+		l.mu.Unlock()
+		l.machine.finish(w, nil)
+	}
+	l.cfg.Finished(w, err) // without an error, w may be used again now
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err != nil {
+		w.failed, w.cause = true, err
+		l.unlimit(w)
+		l.todo = slices.Insert(l.todo, 0, w)
+	}
+	l.inFlight--
+	l.wake()
 }
 
 // verdict blocks until the epoch has failed, and returns the reason.

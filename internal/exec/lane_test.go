@@ -215,7 +215,7 @@ func TestClaimInOrder(t *testing.T) {
 	}
 	l.End(nil)
 	l.next()
-	l.ended = false
+	l.closing = false
 	if !claim(true) {
 		t.Error("claim(true) failed after the lane has answered its operations")
 	}
@@ -257,4 +257,87 @@ func TestFailedWhileInUse(t *testing.T) {
 			t.Errorf("%v: got %v, which is no *ops.InUseError", err, got)
 		}
 	}
+}
+
+// launching is a backend whose operations go on on a device until the test ends them.
+type launching struct {
+	ops.Backend
+	next      ops.Follower
+	followers chan ops.Follower
+}
+
+func (b *launching) Start(op ops.Operation) error {
+	b.next = op.Device.Follower
+	return nil
+}
+
+func (b *launching) Step(context.Context, bool) (ops.Progress, error) {
+	b.followers <- b.next
+	return ops.Launched, nil
+}
+
+func (b *launching) Close() {}
+
+// TestInFlight checks that a lane starts an operation before those on devices before it have ended, but a
+// barrier only afterwards, and that operations that fail in flight end with the verdict.
+func TestInFlight(t *testing.T) {
+	b := &launching{followers: make(chan ops.Follower, 2)}
+	answers := make(chan string, 8)
+	var l *Lane
+	x := New(Config{Observer: unwatched{}, Pin: func() {}, MaxResultBytes: 1 << 20,
+		Finished: func(_ *Work, err error) {
+			if err != nil {
+				l.End(errors.New("rank 1 failed"))
+			}
+		},
+		Backends: ops.Registry{{ID: message.NCCL, Lists: ops.Always, Devices: true,
+			New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}}})
+	l, err := x.NewLane(controller.Global(1), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	push := func(name string, kind message.Kind) {
+		buf := make([]byte, 8)
+		e := &tensorqueue.Entry{Input: buf, Output: buf, Done: func(err error) {
+			answers <- fmt.Sprint(name, " ", err)
+		}}
+		e.Request = message.Request{Kind: kind, Name: name}
+		if err := tensorqueue.New().Add(e); err != nil {
+			t.Fatal(err)
+		}
+		r := &message.Response{Kind: kind, Name: name, DType: tensor.Int64, Op: tensor.Sum,
+			Shape: tensor.Shape{1}, Prescale: 1, Postscale: 1}
+		if kind.MovesData() {
+			r.Devices = []tensor.Device{tensor.CUDA(0)}
+		}
+		l.Push(&Work{Grant: &controller.Grant{Backend: message.NCCL, Responses: []*message.Response{r}},
+			Entries: []*tensorqueue.Entry{e}})
+	}
+	want := func(want string) {
+		t.Helper()
+		if got := <-answers; !strings.HasPrefix(got, want) {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	push("a", message.Allreduce)
+	push("b", message.Allreduce)
+	push("barrier", message.Barrier)
+	first, second := <-b.followers, <-b.followers
+	second.Ended(nil)
+	want("b <nil>")
+	if l.claim(true) {
+		t.Error("the loop has claimed the lane for a barrier while an operation is in flight")
+	}
+	first.Ended(nil)
+	want("a <nil>")
+	want("barrier <nil>")
+
+	push("c", message.Allreduce)
+	push("d", message.Allreduce)
+	first, second = <-b.followers, <-b.followers
+	first.Ended(errors.New("the peer is gone"))
+	want(`c hvd: allreduce "c": rank 1 failed`)
+	second.Ended(errors.New("after an earlier failure"))
+	want(`d hvd: allreduce "d": rank 1 failed`)
+	x.Wait()
 }

@@ -20,8 +20,10 @@ type machine struct {
 	warned    *sync.Map // the reasons that warnInHost has logged for any lane
 	scratch   scratch
 	execution execution
-	// setLimit is called before the entries of an operation complete earlier than the operation.
-	setLimit func(limit)
+	// setLimit is called before the entries of an operation complete earlier than the operation. ended is
+	// called when an operation that was launched on a device has ended.
+	setLimit func(*Work, limit)
+	ended    func(*Work, error)
 }
 
 // scratch holds memory that a lane keeps between operations.
@@ -33,6 +35,7 @@ type scratch struct {
 	wide    fusion.Buffer // wide and back are memory for compression
 	back    fusion.Buffer
 	ready   []*cuda.Event // when the tensors on a device can be read
+	streams []uintptr     // that wait for an operation on a device
 	losses  []lossKey
 	types   []tensor.DType // the element types of a group
 	// residuals are the accumulated compression losses of tensors with error feedback.

@@ -37,6 +37,13 @@ type Work struct {
 	// started is set if the operation was started and so must be finished. failed is set if the operation has
 	// ended with an error. This error is reported for the tensors when the verdict is known.
 	started, failed bool
+	// cause is the error of an operation that has failed on a device after its launch.
+	cause error
+	// limit is the time limit if the entries have completed before the end of the operation. The lane's mutex
+	// guards it.
+	limit limit
+	// on executes the work.
+	on *machine
 	// finished is set if the results of the tensors were reported, perhaps before the end of the operation.
 	finished bool
 	watching Observer // nil unless a timeline is on
@@ -80,6 +87,16 @@ func (w *Work) refuse(i int, err error) {
 	}
 	w.Refused[i] = err
 }
+
+// follower is a Work as an ops.Follower.
+type follower Work
+
+func (f *follower) Launched() { f.on.launched((*Work)(f)) }
+
+func (f *follower) Ended(err error) { f.on.ended((*Work)(f), err) }
+
+// overtakes reports whether w may begin before the operations in flight have ended.
+func (w *Work) overtakes() bool { return w.failed || w.Grant.Responses[0].Kind.MovesData() }
 
 // OnDevices reports whether the backend gets the tensors of w on CUDA devices.
 func (w *Work) OnDevices() bool {

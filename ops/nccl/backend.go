@@ -47,7 +47,6 @@ type backend struct {
 	me, n   int
 	stream  int // the number of the stream of each device
 	comms   []*communicator
-	done    *cuda.Event // at the end of the operation in progress
 	// activities are those of the operation that the device has not begun, for the timeline.
 	activities []activity
 	err        error // the error that ended the backend, or nil
@@ -79,6 +78,7 @@ type place struct{ device, stream int }
 // only work on the stream uses.
 type device struct {
 	*cuda.Device
+	finisher
 	stream *cuda.Stream
 	// maxCTAs is the greatest number of blocks of an operation on the stream. 0 means that NCCL chooses.
 	maxCTAs int
@@ -174,32 +174,43 @@ func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	case !wait:
 		return ops.Blocked, nil
 	}
-	if err := b.run(ctx); err != nil {
+	f, err := b.run(ctx)
+	if err != nil {
 		return ops.Waiting, b.fail(err)
 	}
 	b.continued = b.part.More
 	b.op, b.part, b.started, b.launched, b.packed = ops.Operation{}, ops.DevicePart{}, false, b.continued, nil
-	return ops.Finished, nil
+	switch {
+	case f == nil:
+		return ops.Finished, nil
+	case f.follower == nil:
+		if b.err = f.land(f.isDone); b.err != nil {
+			return ops.Waiting, b.err
+		}
+		return ops.Finished, nil
+	}
+	f.device.add(f)
+	return ops.Launched, nil
 }
 
-// run runs the operation to its end. If another part follows, it does not wait for the device: the next part
-// comes later in the stream.
-func (b *backend) run(ctx context.Context) error {
+// run launches the operation. If it goes on on the device and is not to be continued by another part, which
+// comes later in the stream, run returns a flight.
+func (b *backend) run(ctx context.Context) (*flight, error) {
 	if err := b.choose(); err != nil {
-		return err
+		return nil, err
 	}
 	if err := b.awaitTurn(ctx); err != nil {
-		return err
+		return nil, err
 	}
 	if b.part.HostBuf {
 		b.passTurn()
 		b.enter(ops.Exchanging)
-		return b.onHost(ctx, b.op)
+		return nil, b.onHost(ctx, b.op)
 	}
 	if b.comm == nil {
 		b.enter(ops.Connecting)
 		if err := b.connect(ctx); err != nil {
-			return err
+			return nil, err
 		}
 	}
 	if !b.continued {
@@ -207,19 +218,21 @@ func (b *backend) run(ctx context.Context) error {
 	}
 	if b.op.Kind.SendsRows() {
 		if err := b.exchangeSizes(ctx); err != nil {
-			return err
+			return nil, err
 		}
 	}
 	if err := b.launch(); err != nil {
-		return err
+		return nil, err
 	}
-	if err := b.finish(); err != nil || b.part.More {
-		return err
+	if err := b.unpack(); err != nil || b.part.More {
+		return nil, err
 	}
-	if b.part.Launched != nil {
-		b.part.Launched()
+	f, err := b.depart(ctx)
+	b.passTurn()
+	if err == nil && len(b.part.Streams) > 0 {
+		b.part.Follower.Launched()
 	}
-	return cuda.Poll(ctx, b.isDone)
+	return f, err
 }
 
 // choose chooses the device and, if it exists, the communicator of the operation.
@@ -290,6 +303,7 @@ func (l *Library) device(p place, streams int) (*device, error) {
 		return nil, err
 	}
 	d := &device{Device: of}
+	d.changed.L = &d.finisher.mu
 	if streams > 1 {
 		n, err := of.Processors()
 		if err != nil {
@@ -419,28 +433,36 @@ func (b *backend) launch() error {
 	})
 }
 
-// finish enqueues what follows the collective, and marks the end of the operation in the stream.
-func (b *backend) finish() (err error) {
-	if buf := b.packed; buf != nil && b.getsResult() {
-		if err := b.mark(ops.Unpacking); err != nil {
-			return err
-		}
-		if err := b.copyAll(buf, func(t ops.Tensor, packed []byte) cuda.Copy {
-			return cuda.Copy{To: t.Out, From: packed}
-		}); err != nil {
-			return err
+// unpack enqueues the copies from the buffer to which the tensors were copied.
+func (b *backend) unpack() error {
+	if b.packed == nil || !b.getsResult() {
+		return nil
+	}
+	if err := b.mark(ops.Unpacking); err != nil {
+		return err
+	}
+	return b.copyAll(b.packed, func(t ops.Tensor, packed []byte) cuda.Copy {
+		return cuda.Copy{To: t.Out, From: packed}
+	})
+}
+
+// depart marks the end of the operation in the stream, for which the streams of the program wait.
+func (b *backend) depart(ctx context.Context) (*flight, error) {
+	d := b.device
+	done, err := b.library.Devices.Mark(d.Index(), d.stream.Handle())
+	if err != nil {
+		return nil, err
+	}
+	for _, s := range b.part.Streams {
+		if err := d.OfHandle(s).Wait(done); err != nil {
+			return nil, err
 		}
 	}
-	if !b.part.More {
-		b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
-		for _, s := range b.part.Streams {
-			if err == nil {
-				err = b.device.OfHandle(s).Wait(b.done)
-			}
-		}
-	}
-	b.passTurn()
-	return err
+	f := d.take()
+	f.kind, f.ranks, f.ctx, f.comm, f.device, f.done = b.op.Kind, b.ranks, ctx, b.comm, d, done
+	f.follower, f.enter = b.part.Follower, b.part.Enter
+	f.activities, b.activities = b.activities, f.activities
+	return f, nil
 }
 
 // getsResult reports whether this rank gets the result of an allreduce or a reduce.
@@ -707,12 +729,6 @@ func (b *backend) exchange() error {
 	return err
 }
 
-// activity is an activity of the device. It begins when the work before the event has ended.
-type activity struct {
-	ops.Activity
-	after *cuda.Event
-}
-
 // enter records for the timeline that an activity of the operation begins now.
 func (b *backend) enter(a ops.Activity) {
 	if b.part.Enter != nil {
@@ -720,7 +736,8 @@ func (b *backend) enter(a ops.Activity) {
 	}
 }
 
-// mark makes isDone record for the timeline when the device begins the activity whose work is enqueued next.
+// mark makes the flight record for the timeline when the device begins the activity whose work is enqueued
+// next.
 func (b *backend) mark(a ops.Activity) error {
 	if b.part.Enter == nil {
 		return nil
@@ -728,40 +745,4 @@ func (b *backend) mark(a ops.Activity) error {
 	e, err := b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
 	b.activities = append(b.activities, activity{a, e})
 	return err
-}
-
-// isDone reports whether the work of the operation has ended on the device.
-func (b *backend) isDone() (bool, error) {
-	for len(b.activities) > 0 {
-		next := b.activities[0]
-		begun, err := next.after.Query()
-		if !begun {
-			if err == nil {
-				err = b.comm.failure()
-			}
-			return false, err
-		}
-		b.part.Enter(next.Activity)
-		b.library.Devices.Release(next.after)
-		b.activities = slices.Delete(b.activities, 0, 1)
-	}
-	done, err := b.done.Query()
-	switch {
-	case done && b.comm.aborted.Load(): // this may be why it has ended
-		return false, b.comm.failure()
-	case done:
-		b.release()
-	case err == nil:
-		err = b.comm.failure()
-	}
-	return done, err
-}
-
-// release gives back the events of the operation.
-func (b *backend) release() {
-	for _, a := range b.activities {
-		b.library.Devices.Release(a.after)
-	}
-	b.library.Devices.Release(b.done)
-	b.activities, b.done = nil, nil
 }

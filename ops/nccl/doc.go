@@ -18,10 +18,10 @@
 // a backend for host memory, which also exchanges the sizes of blocks.
 //
 // A list of several tensors is copied to a buffer on the device, and copied back afterwards. The work of a
-// process set is enqueued on one stream of the device, which other process sets may share, and the backend
-// asks an event whether it has ended. Communicators are blocking, so that NCCL launches an operation in the
-// thread that calls it. Each is made in a goroutine of its own, which is left behind if the ranks do not
-// connect in time.
+// process set is enqueued on one stream of the device, which other process sets may share. The lane goes on
+// with the next operation, and a goroutine for each stream asks events which operations have ended.
+// Communicators are blocking, so that NCCL launches an operation in the thread that calls it. Each is made in
+// a goroutine of its own, which is left behind if the ranks do not connect in time.
 //
 // # Reductions
 //

@@ -9,25 +9,34 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
 )
 
-// fail ends the backend because the operation has failed with err. It returns err with the kind of the
-// operation.
+// fail ends the backend because the operation has failed with err before its flight. It returns err with the
+// kind of the operation.
 func (b *backend) fail(err error) error {
-	if e, ok := errors.AsType[*Error](err); ok && !e.isLocal() {
-		err = &ops.UnknownRankError{Ranks: b.ranks, Err: err}
-	}
-	b.err = fmt.Errorf("ops/nccl: %v: %w", b.op.Kind, err)
-	b.library.Fail(b.err)
-	launched, end := b.launched, b.done
-	b.launched, b.done = false, nil
+	b.err = b.library.failed(b.op.Kind, b.ranks, err)
+	launched := b.launched
+	b.launched = false
 	if launched {
-		if err := b.library.settle(b.device, end); err != nil {
+		if err := b.library.settle(b.device, nil); err != nil {
 			return fmt.Errorf("%w; %w", b.err, err)
 		}
 	}
 	return b.err
+}
+
+// failed calls Fail with err, the error of an operation of the ranks, after it has added the kind of the
+// operation and, if NCCL does not say which rank has failed, these ranks. It returns the result.
+func (l *Library) failed(k message.Kind, ranks []topo.Rank, err error) error {
+	if e, ok := errors.AsType[*Error](err); ok && !e.isLocal() {
+		err = &ops.UnknownRankError{Ranks: ranks, Err: err}
+	}
+	err = fmt.Errorf("ops/nccl: %v: %w", k, err)
+	l.Fail(err)
+	return err
 }
 
 // Fail records err as the reason why an operation or the job has failed, unless one is recorded already. Then
@@ -40,7 +49,7 @@ func (l *Library) Fail(err error) {
 	if l.err != nil {
 		return
 	}
-	l.err, l.failed = err, time.Now()
+	l.err, l.failedAt = err, time.Now()
 	l.turn.Broadcast()
 	for _, c := range l.comms {
 		c.aborted.Store(true)
@@ -70,7 +79,7 @@ func (l *Library) failure() error {
 // nil. If the device may still use them, settle returns an *ops.InUseError.
 func (l *Library) settle(d *device, end *cuda.Event) error {
 	l.mu.Lock()
-	deadline := l.failed.Add(l.EndTimeout)
+	deadline := l.failedAt.Add(l.EndTimeout)
 	l.mu.Unlock()
 	ctx, cancel := context.WithDeadlineCause(context.Background(), deadline,
 		fmt.Errorf("NCCL has not ended its work %v after its communicator was aborted", l.EndTimeout))
@@ -110,7 +119,9 @@ func (b *backend) Close() {
 	}
 	b.library.end(b.comms)
 	b.comms = nil
-	b.release()
+	for _, a := range b.activities {
+		b.library.Devices.Release(a.after)
+	}
 	b.host.Close()
 	if b.err == nil {
 		b.err = errors.New("the backend was closed")
@@ -148,6 +159,7 @@ func (l *Library) Close() error {
 	defer cancel()
 	var errs []error
 	for _, d := range l.devices {
+		d.close()
 		err := l.await(ctx, d, nil)
 		if err == nil {
 			err = d.release()

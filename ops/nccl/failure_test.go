@@ -73,6 +73,13 @@ func TestSlowAbort(t *testing.T) {
 	}
 }
 
+// follower is an ops.Follower that gets the results.
+type follower chan error
+
+func (follower) Launched() {}
+
+func (f follower) Ended(err error) { f <- err }
+
 // TestAbortOfAllSets checks that a failure aborts the communicators of all process sets at once. Up to NCCL
 // 2.21, ncclCommAbort waits for the work of all communicators on the device, so it does not return before the
 // others are aborted too.
@@ -92,7 +99,7 @@ func TestAbortOfAllSets(t *testing.T) {
 	gaveUp := errors.New("the caller gave up")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	var backends []ops.Backend
-	ended := make(chan error)
+	ended := make(chan error, 2)
 	for set := range 2 {
 		b, err := register.New(topo.ProcessSetID(set), []topo.Rank{0}, 0)
 		if err != nil {
@@ -104,18 +111,20 @@ func TestAbortOfAllSets(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer d.Free(buf)
-		launched, of := make(chan bool), ctx
+		of := ctx
 		if set == 1 {
 			of = t.Context() // it learns of the failure only by the abort
 		}
-		go func() {
-			ended <- ops.Run(of, b, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
-				Op: tensor.Sum, Scaling: ops.Scaling{Pre: 1, Post: 1},
-				Tensors: []ops.Tensor{{In: buf, Out: buf}},
-				Device: &ops.DevicePart{Devices: []tensor.Device{tensor.CUDA(0)}, Order: uint64(set),
-					Launched: func() { close(launched) }}})
-		}()
-		<-launched
+		err = b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+			Scaling: ops.Scaling{Pre: 1, Post: 1}, Tensors: []ops.Tensor{{In: buf, Out: buf}},
+			Device: &ops.DevicePart{Devices: []tensor.Device{tensor.CUDA(0)}, Order: uint64(set),
+				Follower: follower(ended)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p, err := b.Step(of, true); p != ops.Launched || err != nil {
+			t.Fatalf("got %v and %v, want Launched", p, err)
+		}
 	}
 	cancel(gaveUp)
 	for range 2 {

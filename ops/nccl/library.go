@@ -147,9 +147,9 @@ type Library struct {
 	next uint64
 	err  error
 	turn sync.Cond
-	// failed is when err was set. comms are the communicators that Fail aborts then.
-	failed time.Time
-	comms  []*communicator
+	// failedAt is when err was set. comms are the communicators that Fail aborts then.
+	failedAt time.Time
+	comms    []*communicator
 }
 
 // Load loads NCCL from the file at path, or from where the dynamic loader finds it if path is "", and

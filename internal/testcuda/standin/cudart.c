@@ -11,7 +11,8 @@
 //	STANDIN_CUDA_VERSION       version of the runtime (default 12080)
 //	STANDIN_CUDA_DRIVER        version of the driver (default that of the runtime)
 //	STANDIN_CUDA_CALLS         file to which the name of the function is appended, as a line, at each call of
-//	                           cudaMemcpyAsync, cudaMemcpyBatchAsync and cudaStreamWaitEvent
+//	                           cudaMemcpyAsync, cudaMemcpyBatchAsync, cudaStreamWaitEvent and the collectives
+//	                           of NCCL
 //	STANDIN_CUDA_BATCH_FAILS   number of the copy at which each cudaMemcpyBatchAsync fails
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
 //	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
