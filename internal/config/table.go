@@ -509,14 +509,14 @@ var settings = []Setting{
 	{
 		Name: "HVD_NCCL_LIBRARY", Section: sectionChoice, Scope: PerProcess,
 		Key:       "library_options.nccl_library",
-		Otherwise: "libnccl.so.2, where the dynamic loader finds it",
+		Otherwise: "the one that the process has loaded, of PyPI's packages, or where the dynamic loader finds it",
 		Doc:       "file of NCCL's library",
 		kind:      text("the name of a file", func(c *Config) *string { return &c.NCCLLibrary }),
 	},
 	{
 		Name: "HVD_CUDART_LIBRARY", Section: sectionChoice, Scope: PerProcess,
 		Key:       "library_options.cudart_library",
-		Otherwise: "libcudart.so, where the dynamic loader finds it",
+		Otherwise: "the one that the process has loaded, of PyPI's packages, or where the dynamic loader finds it",
 		Doc:       "file of the library of the CUDA runtime",
 		kind:      text("the name of a file", func(c *Config) *string { return &c.CUDALibrary }),
 	},

@@ -18,6 +18,7 @@ import "C"
 
 import (
 	"fmt"
+	"os"
 	"runtime"
 	"strings"
 	"unsafe"
@@ -31,6 +32,17 @@ type Library struct {
 	// File is the path of the library.
 	File   string
 	handle unsafe.Pointer
+}
+
+// Candidates returns the names with which OpenLibrary finds a library: its Places in this process, and then
+// the given names for the dynamic loader.
+func Candidates(pattern string, names ...string) []string {
+	maps, err := os.Open("/proc/self/maps")
+	if err != nil {
+		return names
+	}
+	defer maps.Close()
+	return append(Places(maps, pattern), names...)
 }
 
 // OpenLibrary loads the first of the libraries that the dynamic loader finds. A name that contains a slash is

@@ -204,12 +204,14 @@ func (r *Runtime) table() []unsafe.Pointer {
 	return unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(r.f)), len(functions)+len(driverFunctions))
 }
 
-// Open loads the CUDA runtime from the file at path, or from where the dynamic loader finds it if path is "".
-// It returns an error if the library lacks a function that this package needs.
+// Open loads the CUDA runtime from the file at path. If path is "", it loads what this process or its
+// packages of pip use (Places), or else what the dynamic loader finds. It returns an error if the library
+// lacks a function that this package needs.
 func Open(path string) (*Runtime, error) {
-	names := []string{"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"}
-	if path != "" {
-		names = []string{path}
+	names := []string{path}
+	if path == "" {
+		names = Candidates("libcudart.so.1?*", "libcudart.so", "libcudart.so.13", "libcudart.so.12",
+			"libcudart.so.11.0")
 	}
 	l, err := OpenLibrary(names...)
 	if err != nil {

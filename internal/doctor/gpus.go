@@ -52,8 +52,8 @@ func (s *System) askForGPUs(ctx context.Context) (found cuda.Found, err error) {
 }
 
 // libraryFix says how ranks find the libraries for GPUs.
-const libraryFix = "install NCCL and the CUDA runtime where the loader finds them, or name their files with " +
-	"HVD_NCCL_LIBRARY and HVD_CUDART_LIBRARY"
+const libraryFix = "install PyPI's packages of NCCL and of the CUDA runtime, which PyTorch brings, or name the " +
+	"files with HVD_NCCL_LIBRARY and HVD_CUDART_LIBRARY"
 
 // nccl reports which versions of NCCL and CUDA the ranks load. It is a problem if they have none, or no
 // device, only on a machine with device files of GPUs.

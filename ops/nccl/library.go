@@ -152,7 +152,7 @@ type Library struct {
 	comms    []*communicator
 }
 
-// Load loads NCCL from the file at path, or from where the dynamic loader finds it if path is "", and
+// Load loads NCCL from the file at path, or from where this process finds it if path is "" (cuda.Places), and
 // likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14 or if the host has
 // no CUDA device.
 func Load(path, cudaPath string) (*Library, error) {
@@ -173,13 +173,14 @@ func Load(path, cudaPath string) (*Library, error) {
 	return l, nil
 }
 
-// open loads NCCL from the file at path, or from where the dynamic loader finds it if path is "". If NCCL is
-// too old, open returns an error and a Library with only its file and its version.
+// open loads NCCL from the file at path, or from where this process finds it if path is "". If NCCL is too
+// old, open returns an error and a Library with only its file and its version.
 func open(path string) (*Library, error) {
+	names := []string{path}
 	if path == "" {
-		path = "libnccl.so.2"
+		names = cuda.Candidates("libnccl.so.2*", "libnccl.so.2")
 	}
-	file, err := cuda.OpenLibrary(path)
+	file, err := cuda.OpenLibrary(names...)
 	if err != nil {
 		return new(Library), fmt.Errorf("nccl: %w", err)
 	}
