@@ -152,7 +152,8 @@ type DevicePart struct {
 	// need the result.
 	//
 	// If this rank has joined, Tensors is empty. The backend then contributes neutral elements. NumBytes is
-	// the number of bytes of the tensors together, where a tensor of an Allgather is the whole.
+	// the number of bytes of the tensors together, each of them Padded if there are several, where a tensor
+	// of an Allgather is the whole.
 	//
 	// HostBuf is set in an Alltoall, a Gather or a Scatter whose rows have no elements. The ranks then
 	// exchange only numbers of rows, which are in host memory: Buf and Allocate are used as in an operation
@@ -196,6 +197,10 @@ type Tensor struct {
 	// of the element type. They are either the same memory or do not overlap.
 	In, Out []byte
 }
+
+// Padded returns n rounded up to a multiple of 16. If a backend for devices packs several tensors, each
+// begins at such a multiple, because copies to and from other places take longer.
+func Padded(n int64) int64 { return (n + 15) &^ 15 }
 
 // Scaling describes how the elements are scaled before and after a reduction. All contributions are
 // multiplied by Pre. The result is divided by Divisor (integer types only; 0 and 1 do nothing) and then

@@ -141,6 +141,17 @@ func TestBatchFails(t *testing.T) {
 	}
 }
 
+// TestCapture checks that a stream that is being captured for a graph is refused, instead of waiting for an
+// event that is a part of the graph.
+func TestCapture(t *testing.T) {
+	r, on := load(t)
+	d := cuda.NewDevices(r)
+	t.Setenv("STANDIN_CUDA_CAPTURE", "1")
+	s := must[*cuda.Stream](t)(on.NewStream())
+	_, err := d.Mark(1, s.Handle())
+	testnet.WantError(t, err, "is being captured for a CUDA graph", "submit them outside of the capture")
+}
+
 // TestLatest checks that of the events on a stream only the last one is kept, also if the events are in
 // another order in the list, and that those of other devices are.
 func TestLatest(t *testing.T) {

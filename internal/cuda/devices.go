@@ -55,7 +55,11 @@ func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
 	// The event gets its number first, so that it follows all work that another thread puts on the stream
 	// before it marks the stream under a smaller number.
 	e.number, e.stream = d.marks.Add(1), stream
-	return e, e.Record(e.device.OfHandle(stream))
+	if err := e.mark(e.device.OfHandle(stream)); err != nil {
+		d.Release(e)
+		return nil, err
+	}
+	return e, nil
 }
 
 // Latest removes the events of Mark that need not be waited for, because a later event of the same stream is

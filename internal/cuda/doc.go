@@ -27,8 +27,10 @@ type Found struct {
 	CUDA  FoundLibrary `json:"cuda"`
 	// Driver is the newest version of CUDA that the driver supports. It is empty if there is no driver.
 	Driver string `json:"driver"`
-	// Devices is the number of devices that the program may use. It is 0 if they were not counted.
-	Devices int `json:"devices"`
+	// Devices is the number of devices that the program may use. It is 0 if they were not counted. NoDevice
+	// is the error with which CUDA has found none, or empty.
+	Devices  int    `json:"devices"`
+	NoDevice string `json:"no_device"`
 }
 
 // FoundLibrary describes a library that a program loads.

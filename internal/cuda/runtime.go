@@ -23,10 +23,12 @@ typedef struct {
 	int (*freeHost)(void *);
 	int (*memcpyAsync)(void *, const void *, size_t, int, void *);
 	int (*memsetAsync)(void *, int, size_t, void *);
-	int (*streamCreateWithFlags)(void **, unsigned);
+	int (*getStreamPriorityRange)(int *, int *);
+	int (*streamCreateWithPriority)(void **, unsigned, int);
 	int (*streamDestroy)(void *);
 	int (*streamSynchronize)(void *);
 	int (*streamWaitEvent)(void *, void *, unsigned);
+	int (*streamIsCapturing)(void *, int *);
 	int (*eventCreateWithFlags)(void **, unsigned);
 	int (*eventRecord)(void *, void *);
 	int (*eventQuery)(void *);
@@ -110,8 +112,14 @@ static int gohvdCopyAll(functions *f, void *batch, int version, int device, void
 static int gohvdFill(functions *f, void *context, void *to, int value, size_t n, uintptr_t stream) {
 	ON(context, f->memsetAsync(to, value, n, (void *)stream));
 }
-static int gohvdNewStream(functions *f, void *context, uintptr_t *stream) {
-	ON(context, f->streamCreateWithFlags((void **)stream, 1)); // 1: it does not wait for the default stream
+static int newStream(functions *f, int greatest, uintptr_t *stream) {
+	int least, most, code = f->getStreamPriorityRange(&least, &most);
+	if (code == 0) // 1: it does not wait for the default stream
+		code = f->streamCreateWithPriority((void **)stream, 1, greatest ? most : least);
+	return code;
+}
+static int gohvdNewStream(functions *f, void *context, int greatest, uintptr_t *stream) {
+	ON(context, newStream(f, greatest, stream));
 }
 static int gohvdDestroyStream(functions *f, void *context, uintptr_t stream) {
 	ON(context, f->streamDestroy((void *)stream));
@@ -127,6 +135,13 @@ static int gohvdNewEvent(functions *f, void *context, void **event) {
 }
 static int gohvdRecord(functions *f, void *context, void *event, uintptr_t stream) {
 	ON(context, f->eventRecord(event, (void *)stream));
+}
+static int mark(functions *f, void *event, void *stream, int *capturing) {
+	int code = f->streamIsCapturing(stream, capturing);
+	return code || *capturing ? code : f->eventRecord(event, stream);
+}
+static int gohvdMark(functions *f, void *context, void *event, uintptr_t stream, int *capturing) {
+	ON(context, mark(f, event, (void *)stream, capturing));
 }
 static int gohvdQuery(functions *f, void *context, void *event) { ON(context, f->eventQuery(event)); }
 static int gohvdDestroyEvent(functions *f, void *context, void *event) {
@@ -148,8 +163,10 @@ var functions = []string{
 	"cudaGetDeviceCount", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
 	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetAttribute",
 	"cudaMemGetInfo", "cudaMalloc",
-	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
-	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventCreateWithFlags", "cudaEventRecord",
+	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync",
+	"cudaDeviceGetStreamPriorityRange", "cudaStreamCreateWithPriority", "cudaStreamDestroy",
+	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaStreamIsCapturing",
+	"cudaEventCreateWithFlags", "cudaEventRecord",
 	"cudaEventQuery", "cudaEventDestroy",
 }
 
@@ -168,9 +185,10 @@ type Runtime struct {
 	// Version and DriverVersion are 1000 times the major plus 10 times the minor version. DriverVersion is
 	// the newest version that the driver supports, or 0 if there is no driver.
 	Version, DriverVersion int
-	// Devices is the number of devices of this host that the process may use.
-	Devices int
-	f       *C.functions
+	// Devices is the number of devices of this host that the process may use. If it is 0, NoDevice says why.
+	Devices  int
+	NoDevice error
+	f        *C.functions
 	// batch is cudaMemcpyBatchAsync, or nil if the runtime or the driver is older than CUDA 12.8, or if the
 	// runtime is so new that its parameters are not known.
 	batch unsafe.Pointer
@@ -184,8 +202,11 @@ type Runtime struct {
 func Load(path string) (*Runtime, error) {
 	r, err := Open(path)
 	var n C.int
-	if err != nil || C.gohvdCount(r.f, &n) != 0 || n == 0 {
-		return r, err
+	if err != nil {
+		return nil, err
+	}
+	if r.NoDevice = r.check("cudaGetDeviceCount", C.gohvdCount(r.f, &n)); r.NoDevice != nil || n == 0 {
+		return r, nil
 	}
 	driver, err := OpenLibrary("libcuda.so.1")
 	if err != nil {
@@ -350,9 +371,16 @@ type Stream struct {
 }
 
 // NewStream makes a stream. It does not wait for work of the default stream.
-func (d *Device) NewStream() (*Stream, error) {
+func (d *Device) NewStream() (*Stream, error) { return d.newStream(0) }
+
+// NewUrgentStream makes a stream whose work the device begins before that of other streams. The kernels of
+// the program would otherwise delay the exchange for which other ranks wait.
+func (d *Device) NewUrgentStream() (*Stream, error) { return d.newStream(1) }
+
+func (d *Device) newStream(greatest C.int) (*Stream, error) {
 	s := &Stream{Device: d}
-	return s, d.check("cudaStreamCreateWithFlags", C.gohvdNewStream(d.runtime.f, d.context, &s.handle))
+	return s, d.check("cudaStreamCreateWithPriority",
+		C.gohvdNewStream(d.runtime.f, d.context, greatest, &s.handle))
 }
 
 // OfHandle returns the stream of the device with the given cudaStream_t, which another library has made.
@@ -438,6 +466,8 @@ type Event struct {
 	// event whose work was on the stream before.
 	stream uintptr
 	number uint64
+	// capturing is set by mark.
+	capturing C.int
 }
 
 // NewEvent makes an event.
@@ -449,6 +479,17 @@ func (d *Device) NewEvent() (*Event, error) {
 // Record moves the event to the end of the work of s.
 func (e *Event) Record(s *Stream) error {
 	return s.check("cudaEventRecord", C.gohvdRecord(s.f(), s.Device.context, e.handle, s.handle))
+}
+
+// mark does the same as Record, unless the stream is being captured for a graph. The record would become a
+// part of the graph then.
+func (e *Event) mark(s *Stream) error {
+	code := C.gohvdMark(s.f(), s.Device.context, e.handle, s.handle, &e.capturing)
+	if code == 0 && e.capturing != 0 {
+		return fmt.Errorf("cuda: the stream %#x is being captured for a CUDA graph, of which operations of gohvd "+
+			"cannot be a part: submit them outside of the capture", uintptr(s.handle))
+	}
+	return s.check("cudaEventRecord", code)
 }
 
 // Query reports whether the work before the last Record has ended. Before the first Record it returns true.

@@ -135,6 +135,8 @@ func TestNCCL(t *testing.T) {
 	}{
 		"all": {soundGPUs, nil, "NCCL 2.28.9 at /n/libnccl.so.2; CUDA 12.8 at /c/libcudart.so.12; " +
 			"the driver supports CUDA 13.0; number of devices: 2", ""},
+		"fabric manager": {instead(`"devices": 2`, `"devices": 0, "no_device": "system not yet initialized (802)"`),
+			nil, "libcudart.so.12; system not yet initialized (802)", "start nvidia-fabricmanager"},
 		"no device": {instead(`"devices": 2`, `"devices": 0`), nil, "libcudart.so.12; no device", "give this process"},
 		"static":    {`{"built": false}`, nil, "libgohvd was built without NCCL", "make libgohvd"},
 		"no CUDA": {instead(`12080, "error": ""`, `12080, "error": "no libcudart"`), nil, "no libcudart",

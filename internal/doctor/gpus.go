@@ -74,8 +74,12 @@ func nccl(ctx context.Context, s *System) []Line {
 	text := fmt.Sprintf("NCCL %s at %s; CUDA %s at %s", found.NCCL.Version, found.NCCL.File, found.CUDA.Version,
 		found.CUDA.File)
 	if found.Devices == 0 {
-		return report("give this process access to the GPUs, and the driver that the runtime needs",
-			"%s; no device", text)
+		why := "no device"
+		if found.NoDevice != "" {
+			why = found.NoDevice
+		}
+		return report("give this process access to the GPUs, and the driver that the runtime needs; with error 802, "+
+			"start nvidia-fabricmanager", "%s; %s", text, why)
 	}
 	return []Line{ok("", "%s; the driver supports CUDA %s; number of devices: %d", text, found.Driver,
 		found.Devices)}

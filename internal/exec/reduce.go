@@ -72,7 +72,12 @@ func (m *machine) list() (err error) {
 	x := &m.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.Grant.Responses[0].Op.Base(), x.scaling.ops()
 	if x.work.Absent && x.work.OnDevices() {
-		x.device.NumBytes = sum(x.batch.counts)
+		if x.device.NumBytes = x.batch.counts[0]; len(x.batch.counts) > 1 {
+			x.device.NumBytes = 0
+			for _, n := range x.batch.counts {
+				x.device.NumBytes += ops.Padded(n)
+			}
+		}
 		return nil
 	}
 	x.op.Tensors, err = m.tensorsOrNeutral(x.work, x.scaling.dt, &x.batch)

@@ -311,7 +311,7 @@ func (l *Library) device(p place, streams int) (*device, error) {
 		}
 		d.maxCTAs = maxCTAs(n, streams)
 	}
-	if d.stream, err = of.NewStream(); err != nil {
+	if d.stream, err = of.NewUrgentStream(); err != nil {
 		return nil, err
 	}
 	l.devices[p] = d
@@ -484,7 +484,7 @@ func (b *backend) pack() (in, out []byte, err error) {
 	}
 	n := 0
 	for _, t := range tensors {
-		n += len(t.In)
+		n += int(ops.Padded(int64(len(t.In))))
 	}
 	buf, err := b.device.buffer(n)
 	if err != nil {
@@ -502,13 +502,13 @@ func (b *backend) pack() (in, out []byte, err error) {
 	return buf, buf, b.mark(ops.Exchanging)
 }
 
-// copyAll enqueues the copy that f returns for each tensor and its place in the buffer buf. Tensors without
-// elements need none.
+// copyAll enqueues the copy that f returns for each tensor and its place in the buffer buf. All ranks reduce
+// the gaps between the places too. Tensors without elements need none.
 func (b *backend) copyAll(buf []byte, f func(t ops.Tensor, packed []byte) cuda.Copy) error {
 	b.copies = b.copies[:0]
 	for _, t := range b.op.Tensors {
 		if n := len(t.In); n > 0 {
-			b.copies, buf = append(b.copies, f(t, buf[:n:n])), buf[n:]
+			b.copies, buf = append(b.copies, f(t, buf[:n:n])), buf[ops.Padded(int64(n)):]
 		}
 	}
 	err := b.device.stream.CopyAll(b.copies)

@@ -165,9 +165,12 @@ func Load(path, cudaPath string) (*Library, error) {
 		return nil, err
 	}
 	if runtime.Devices == 0 {
-		return nil, fmt.Errorf(
-			"nccl: %s has version %s, but this host has no CUDA device that the process may use",
+		err := fmt.Errorf("nccl: %s has version %s, but this host has no CUDA device that the process may use",
 			l.File, versionText(l.Version))
+		if runtime.NoDevice != nil {
+			err = fmt.Errorf("%w: %w", err, runtime.NoDevice)
+		}
+		return nil, err
 	}
 	l.CUDA, l.Devices = runtime, cuda.NewDevices(runtime)
 	return l, nil
@@ -214,6 +217,9 @@ func Find(path, cudaPath string, devices bool) cuda.Found {
 	} else {
 		found.CUDA = cuda.FoundLibrary{File: r.Library.File, Code: r.Version,
 			Version: cuda.VersionText(r.Version)}
+		if r.NoDevice != nil {
+			found.NoDevice = r.NoDevice.Error()
+		}
 		if found.Devices = r.Devices; r.DriverVersion > 0 {
 			found.Driver = cuda.VersionText(r.DriverVersion)
 		}

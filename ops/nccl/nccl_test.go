@@ -269,10 +269,28 @@ func TestCopiesOfFusedTensors(t *testing.T) {
 				single != c.single {
 				t.Errorf("got %d batches and %d single copies", batch, single)
 			}
+			if n := calls("unaligned copy"); n > 0 {
+				t.Errorf("%d copies are from or to a place that is no multiple of 16 bytes", n)
+			}
 			for i, x := range tensors {
 				m.equal(fmt.Sprint("tensor ", i), x.Out, floats(i, i+1))
 			}
 		})
+	}
+}
+
+// TestUrgentStream checks that the device begins the operations before other work of the program.
+func TestUrgentStream(t *testing.T) {
+	calls := testcuda.Calls(t)
+	m := cluster(t, 1)[0]
+	if n := calls("priority 0"); n != 1 {
+		t.Errorf("got %d streams of the least priority, want that of the test", n)
+	}
+	buf := m.upload(tensor.Bytes(floats(0, 10)))
+	m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+	if n := calls("priority -5"); n != 1 {
+		t.Errorf("got %d streams of the greatest priority, want that of NCCL", n)
 	}
 }
 
@@ -448,6 +466,13 @@ func TestLoadFails(t *testing.T) {
 	t.Setenv("STANDIN_CUDA_DEVICES", "0")
 	_, err = nccl.Load(testcuda.NCCL(), testcuda.CUDA())
 	testnet.WantError(t, err, "has version 2.23.4, but this host has no CUDA device")
+	t.Setenv("STANDIN_CUDA_NO_DEVICE", "802")
+	_, err = nccl.Load(testcuda.NCCL(), testcuda.CUDA())
+	testnet.WantError(t, err, "no CUDA device", "cudaGetDeviceCount: system not yet initialized "+
+		"(cudaErrorSystemNotReady, 802)")
+	if found := nccl.Find(testcuda.NCCL(), testcuda.CUDA(), true); !strings.Contains(found.NoDevice, "802") {
+		t.Errorf("got %+v, want the reason why there is no device", found)
+	}
 }
 
 // TestFaults checks that each fault ends in an error at every rank, and that Close does not hang afterwards.
@@ -505,6 +530,9 @@ func TestFind(t *testing.T) {
 		t.Setenv("STANDIN_NCCL_VERSION", c.code)
 		found := nccl.Find(c.nccl, c.cuda, true)
 		want := cuda.Found{Built: true, NCCL: found.NCCL, CUDA: found.CUDA}
+		if c.devices == "0" {
+			want.NoDevice = "cuda: cudaGetDeviceCount: no CUDA-capable device is detected (cudaErrorNoDevice, 100)"
+		}
 		if c.version != "" {
 			want.Driver, want.NCCL.File, want.CUDA.File = found.CUDA.Version, c.nccl, c.cuda
 			want.Devices = int(c.devices[0] - '0')
@@ -514,7 +542,7 @@ func TestFind(t *testing.T) {
 			(found.CUDA.Error == "") != (c.version != "") {
 			t.Errorf("%v: got %+v", c, found)
 		}
-		want.Devices = 0
+		want.Devices, want.NoDevice = 0, ""
 		if found := nccl.Find(c.nccl, c.cuda, false); found != want {
 			t.Errorf("%v: got %+v without the devices, want %+v", c, found, want)
 		}

@@ -12,11 +12,14 @@
 //	STANDIN_CUDA_DRIVER        version of the driver (default that of the runtime)
 //	STANDIN_CUDA_CALLS         file to which the name of the function is appended, as a line, at each call of
 //	                           cudaMemcpyAsync, cudaMemcpyBatchAsync, cudaStreamWaitEvent and the collectives
-//	                           of NCCL
+//	                           of NCCL, "priority N" at each stream with a priority, and "unaligned copy" at
+//	                           each copy of a batch whose place is no multiple of 16 bytes
+//	STANDIN_CUDA_NO_DEVICE     error of cudaGetDeviceCount, instead of a number of devices
 //	STANDIN_CUDA_BATCH_FAILS   number of the copy at which each cudaMemcpyBatchAsync fails
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
 //	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
 //	                           file exists
+//	STANDIN_CUDA_CAPTURE       with 1, a stream that is made is being captured, so that work on it is a violation
 //	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
 //	STANDIN_CUDA_PROCESSORS    number of multiprocessors of each device (default 132)
 #define _GNU_SOURCE
@@ -49,6 +52,9 @@ static int result(int code) {
 }
 
 int cudaGetDeviceCount(int *n) {
+	int code = (int)standin_setting("STANDIN_CUDA_NO_DEVICE", success);
+	if (code != success)
+		return result(code);
 	*n = standin_devices();
 	return result(*n > 0 ? success : noDevice);
 }
@@ -79,6 +85,7 @@ const char *cudaGetErrorName(int code) {
 	case noDevice: return "cudaErrorNoDevice";
 	case invalidDevice: return "cudaErrorInvalidDevice";
 	case notReady: return "cudaErrorNotReady";
+	case 802: return "cudaErrorSystemNotReady";
 	}
 	return "unrecognized error code";
 }
@@ -92,6 +99,7 @@ const char *cudaGetErrorString(int code) {
 	case noDevice: return "no CUDA-capable device is detected";
 	case invalidDevice: return "invalid device ordinal";
 	case notReady: return "device not ready";
+	case 802: return "system not yet initialized";
 	}
 	return "unrecognized error code";
 }
@@ -294,7 +302,7 @@ struct stream {
 	pthread_cond_t changed;
 	struct work *first, **end;
 	long done, queued;
-	int closing;
+	int closing, capturing;
 	useconds_t delay; // of each piece of work
 	char *hold;       // the file for which its work waits, or NULL
 	int slot;
@@ -362,6 +370,7 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	struct stream *s = calloc(1, sizeof *s);
 	s->device = standin_current("cudaStreamCreateWithFlags");
 	s->end = &s->first;
+	s->capturing = standin_setting("STANDIN_CUDA_CAPTURE", 0) != 0;
 	s->delay = (useconds_t)standin_setting("STANDIN_CUDA_DELAY_US", 200);
 	const char *hold = getenv("STANDIN_CUDA_HOLD");
 	s->hold = hold && *hold ? strdup(hold) : NULL;
@@ -378,8 +387,15 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 }
 
 int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
-	(void)priority;
+	char line[32];
+	snprintf(line, sizeof line, "priority %d", priority);
+	standin_called(line);
 	return cudaStreamCreateWithFlags(stream, flags);
+}
+
+int cudaStreamIsCapturing(void *stream, int *status) {
+	*status = checked(stream, "cudaStreamIsCapturing")->capturing;
+	return success;
 }
 
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
@@ -403,6 +419,8 @@ void standin_enqueue(void *stream, int (*run)(void *), void *arg, const char *ca
 	int current = standin_current(call);
 	if (s->device != current)
 		standin_violation("%s: the stream belongs to device %d, but the current device is %d", call, s->device, current);
+	if (s->capturing)
+		standin_violation("%s: the stream is being captured", call);
 	struct work *w = malloc(sizeof *w);
 	*w = (struct work){run, arg, NULL};
 	pthread_mutex_lock(&s->lock);
@@ -580,6 +598,8 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 	struct batch *b = malloc(sizeof *b);
 	*b = (struct batch){calloc(count, sizeof *b->copies), count};
 	for (size_t i = 0; i < count; i++) {
+		if (((uintptr_t)to[i] | (uintptr_t)from[i]) % 16 != 0)
+			standin_called("unaligned copy");
 		b->copies[i] = newCopy(to[i], from[i], sizes[i], 4, call);
 		standin_access(stream, from[i], sizes[i], 0, call);
 		standin_access(stream, to[i], sizes[i], 1, call);
