@@ -141,14 +141,17 @@ nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) h
 libgohvd: ## build bin/libgohvd.so, the library for C and other languages; needs a C compiler
 	scripts/build-libgohvd.sh bin/libgohvd.so
 
-# The programs of scripts/gpu-check.sh, which need no Go on the machine with the GPU.
+# The programs of scripts/gpu-check.sh and gpu-first.sh, which need no Go on the machine with the GPU. Those of
+# gpu-first.sh are packed, because some machines get at most 64 MiB.
 .PHONY: gpu-check-programs
-gpu-check-programs: ## build what scripts/gpu-check.sh runs on a machine with a GPU, in bin/gpu-check
-	CGO_ENABLED=0 $(GO) build -o bin/gpu-check/ ./cmd/hvdrun
-	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/gpu-check/ ./cmd/hvdd ./cmd/hvdbench
+gpu-check-programs: ## build what scripts/gpu-check.sh and gpu-first.sh run on a machine with a GPU, in bin/gpu-check and bin/gpu.tgz
+	CGO_ENABLED=0 $(GO) build -ldflags='-s -w' -o bin/gpu-check/ ./cmd/hvdrun
+	CGO_ENABLED=1 $(GO) build -ldflags='-s -w' -tags nccl -o bin/gpu-check/ ./cmd/hvdd ./cmd/hvdbench
 	GO="$(GO)" scripts/build-libgohvd.sh bin/gpu-check/libgohvd.so
-	CGO_ENABLED=1 $(GO) test -c -tags nccl -o bin/gpu-check/ ./ops/nccl ./internal/conformance
+	CGO_ENABLED=1 $(GO) test -c -ldflags='-s -w' -tags nccl -o bin/gpu-check/ ./ops/nccl ./internal/conformance
 	internal/testcuda/standin/build.sh bin/gpu-check/standins
+	tar -czf bin/gpu.tgz -C bin/gpu-check hvdrun hvdbench libgohvd.so nccl.test conformance.test
+	test "$$(stat -c %s bin/gpu.tgz)" -lt $$((64 << 20))
 
 .PHONY: gpu-check-stand-ins
 gpu-check-stand-ins: gpu-check-programs ## run scripts/gpu-check.sh with the stand-ins, also where it must fail; needs no GPU
