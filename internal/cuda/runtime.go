@@ -153,6 +153,7 @@ import "C"
 import (
 	"fmt"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"unsafe"
@@ -368,6 +369,9 @@ type Stream struct {
 	Device *Device
 	// handle is a cudaStream_t. It is no pointer in Go, because special streams have small numbers.
 	handle C.uintptr_t
+
+	list   []C.uintptr_t // memory for CopyAll
+	failed C.size_t
 }
 
 // NewStream makes a stream. It does not wait for work of the default stream.
@@ -384,7 +388,7 @@ func (d *Device) newStream(greatest C.int) (*Stream, error) {
 }
 
 // OfHandle returns the stream of the device with the given cudaStream_t, which another library has made.
-func (d *Device) OfHandle(handle uintptr) *Stream { return &Stream{d, C.uintptr_t(handle)} }
+func (d *Device) OfHandle(handle uintptr) *Stream { return &Stream{Device: d, handle: C.uintptr_t(handle)} }
 
 // Handle returns the stream as a cudaStream_t.
 func (s *Stream) Handle() uintptr { return uintptr(s.handle) }
@@ -402,7 +406,7 @@ func (s *Stream) Copy(to, from []byte) error {
 // CopyAll enqueues copies within the memory of the device, with one call of CUDA if the runtime has a
 // function for that. The copies begin after the work that is on the stream, and may run in any order, so none
 // may write what another one reads or writes. Several copies must not be empty. The memory must stay valid
-// until they have ended.
+// until they have ended. It must not be called by two goroutines at a time.
 func (s *Stream) CopyAll(copies []Copy) error {
 	r := s.Device.runtime
 	if r.batch == nil || len(copies) < 2 {
@@ -414,7 +418,8 @@ func (s *Stream) CopyAll(copies []Copy) error {
 		return nil
 	}
 	n := len(copies)
-	list := make([]C.uintptr_t, 3*n)
+	s.list = slices.Grow(s.list[:0], 3*n)[:3*n]
+	list := s.list
 	for i, c := range copies {
 		if len(c.To) != len(c.From) || len(c.To) == 0 {
 			return fmt.Errorf("cuda: copy %d of %d: got %d bytes for %d bytes, want the same number, at least 1", i,
@@ -423,11 +428,11 @@ func (s *Stream) CopyAll(copies []Copy) error {
 		list[i], list[n+i] = C.uintptr_t(uintptr(address(c.To))), C.uintptr_t(uintptr(address(c.From)))
 		list[2*n+i] = C.uintptr_t(len(c.To))
 	}
-	failed := ^C.size_t(0)
+	s.failed = ^C.size_t(0)
 	err := s.check(batchFunction, C.gohvdCopyAll(r.f, r.batch, C.int(r.Version), s.Device.index,
-		s.Device.context, &list[0], C.size_t(n), &failed, s.handle))
-	if err != nil && failed < C.size_t(n) {
-		return fmt.Errorf("%w: copy %d of %d, of %d bytes", err, failed, n, len(copies[failed].To))
+		s.Device.context, &list[0], C.size_t(n), &s.failed, s.handle))
+	if err != nil && s.failed < C.size_t(n) {
+		return fmt.Errorf("%w: copy %d of %d, of %d bytes", err, s.failed, n, len(copies[s.failed].To))
 	}
 	return err
 }

@@ -57,6 +57,10 @@ func Driver() string { return filepath.Join(Folder(), "libcuda.so.1") }
 // NCCL returns the path of the stand-in for libnccl.
 func NCCL() string { return filepath.Join(Folder(), "libnccl.so.2") }
 
+// Null returns the path of a stand-in for all three libraries with which everything has ended at once. A
+// process that uses it cannot use the others.
+func Null() string { return filepath.Join(Folder(), "null", "libcuda.so.1") }
+
 // OldNCCL returns the path of a stand-in that has only the functions of NCCL 2.7.
 func OldNCCL() string { return filepath.Join(Folder(), "libnccl-old.so.2") }
 

@@ -9,3 +9,5 @@ compile -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1" cuda.c -lpthread
 compile -Wl,-soname,libcudart.so.12 -o "$out/libcudart.so.12" cudart.c "$out/libcuda.so.1" -lpthread -lrt
 compile -o "$out/libnccl.so.2" nccl.c "$out/libcudart.so.12" "$out/libcuda.so.1" -lpthread -lrt -lm
 compile -DSTANDIN_OLD -o "$out/libnccl-old.so.2" nccl.c "$out/libcudart.so.12" "$out/libcuda.so.1" -lpthread -lrt -lm
+mkdir -p "$out/null"
+compile -Wl,-soname,libcuda.so.1 -o "$out/null/libcuda.so.1" null.c
