@@ -3,9 +3,9 @@
 // have the tensor on a device.
 //
 // The program must be built with cgo and the tag nccl; otherwise the operations fail with a *hvd.UsageError,
-// as they do if HOROVOD_GPU_OPERATIONS is none, its default. With HOROVOD_GPU_OPERATIONS=nccl they run on
-// NCCL. Tensors of operations that NCCL cannot run, and with HOROVOD_GPU_OPERATIONS=host all tensors, are
-// copied through host memory (docs/nccl.md).
+// as they do if HOROVOD_GPU_OPERATIONS is none. With HOROVOD_GPU_OPERATIONS=nccl, or without this setting if
+// all ranks have NCCL and a device, they run on NCCL. Tensors of operations that NCCL cannot run, and with
+// HOROVOD_GPU_OPERATIONS=host all tensors, are copied through host memory (docs/nccl.md).
 //
 // An operation takes an input and an output, which do not overlap, except where the operation says how it can
 // run in place. An operation begins on the device after the work that was enqueued on the Streams of both

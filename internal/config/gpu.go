@@ -28,6 +28,13 @@ func (g *GPUOperations) Use(b GPUBackend) bool {
 	return slices.ContainsFunc(g.all(), func(have *GPUBackend) bool { return *have == b })
 }
 
+// UseAll makes b the backend of all kinds of operations.
+func (g *GPUOperations) UseAll(b GPUBackend) {
+	for _, of := range g.all() {
+		*of = b
+	}
+}
+
 func (g *GPUOperations) all() []*GPUBackend {
 	return []*GPUBackend{&g.Allreduce, &g.Allgather, &g.Broadcast, &g.Alltoall, &g.Reducescatter}
 }

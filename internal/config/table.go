@@ -468,8 +468,8 @@ var settings = []Setting{
 	{
 		Name: "HOROVOD_GPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
 		Key:       "gpu_operations",
-		Otherwise: "none",
-		Doc: "backend for tensors on CUDA devices. Without one, operations on such tensors fail. With nccl, " +
+		Otherwise: "nccl if all ranks have its library and a device, and none otherwise",
+		Doc: "backend for tensors on CUDA devices. With none, operations on such tensors fail. With nccl, " +
 			"all ranks use NCCL; this needs a build with NCCL, and the libraries and a device at every rank. " +
 			"With host, tensors are copied through host memory, which is slow and needs all of this but NCCL's " +
 			"library (docs/nccl.md). The five settings below choose for one operation each. If only they are " +

@@ -228,11 +228,12 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	}
 	log := o.Log.With(zap.Int("rank", cfg.Rank), zap.Int("size", cfg.Size), zap.String("host", cfg.Hostname))
 	r.Epoch = o.LastEpoch + 1
+	devices := r.offerDevices(&cfg, o)
 	if cfg.Size > 1 {
 		r.session, err = OpenSession(ctx, SessionConfig{
 			At: r.meeting, LastEpoch: o.LastEpoch,
 			Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device,
-			SharesDevice: o.SharesDevice, Log: log,
+			SharesDevice: o.SharesDevice, Capabilities: devices, Log: log,
 		})
 		if err != nil {
 			return r.failed(err)
@@ -416,11 +417,49 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 	return append(all, tcp.Register(mesh, overTCP))
 }
 
-// openDevices loads the libraries for the operations on CUDA devices that the settings ask for.
+// gpuFile exists on a host with the driver of NVIDIA's GPUs.
+const gpuFile = "/dev/nvidiactl"
+
+// offerDevices loads NCCL if no setting says how operations on CUDA devices run, so that it is used if all
+// ranks have it. It returns the entry of the rank's capabilities that says so. It starts no driver of CUDA on
+// a host without GPUs, unless the settings name NCCL's file.
+func (r *Rank) offerDevices(cfg *config.Config, o *Options) map[string]string {
+	if cfg.Given("HOROVOD_GPU_OPERATIONS") || !cfg.GPU.Use(config.GPUNone) {
+		return nil
+	}
+	reason := ""
+	if _, err := os.Stat(gpuFile); o.ForClient || err != nil && cfg.NCCLLibrary == "" {
+		reason = "the rank has no GPU, or is in a sidecar"
+	} else if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
+		reason = err.Error()
+	}
+	return map[string]string{message.NCCL.String(): reason}
+}
+
+// openDevices loads the libraries for the operations on CUDA devices that the settings ask for, or uses those
+// that all ranks have offered.
 func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) {
+	if r.nccl != nil {
+		why := ""
+		if r.session != nil {
+			_, why = r.session.Lacking(message.NCCL)
+		}
+		if why == "" {
+			cfg.GPU.UseAll(config.GPUNCCL)
+		} else {
+			ecfg.Log.Info("operations on CUDA devices do not use NCCL", zap.String("reason", why))
+			if err := r.nccl.Close(); err != nil {
+				return err
+			}
+			r.nccl = nil
+		}
+	}
 	switch {
 	case cfg.GPU.Use(config.GPUNCCL):
-		if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
+		if r.nccl == nil {
+			r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary)
+		}
+		if err != nil {
 			return fmt.Errorf("%s: %w", cfg.GPUChoice(config.GPUNCCL), err)
 		}
 		r.Devices = r.nccl.Devices

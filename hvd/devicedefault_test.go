@@ -1,0 +1,54 @@
+//go:build nccl && cgo
+
+package hvd_test
+
+import (
+	"context"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
+	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/store"
+)
+
+// TestDeviceDefault checks that operations on devices run with NCCL without a setting if all ranks have it,
+// and that no rank uses it if one lacks it or HOROVOD_GPU_OPERATIONS is none.
+func TestDeviceDefault(t *testing.T) {
+	for _, c := range []struct {
+		name, library string // of NCCL at rank 1
+		settings      []string
+		runs          bool
+	}{
+		{"all have it", testcuda.NCCL(), nil, true},
+		{"rank 1 lacks it", testcuda.OldNCCL(), nil, false},
+		{"none", testcuda.NCCL(), []string{"HOROVOD_GPU_OPERATIONS", "none"}, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			kv := store.NewHashStore(store.Limits{})
+			defer kv.Close()
+			ranks(2, func(r int) {
+				library := []string{testcuda.NCCL(), c.library}[r]
+				ctx, cancel := context.WithTimeout(t.Context(), deadline)
+				defer cancel()
+				e, err := hvd.New(ctx, place(kv, r, 2, append(c.settings, "HVD_NCCL_LIBRARY", library,
+					"HVD_CUDART_LIBRARY", testcuda.CUDA())...)...)
+				if err != nil {
+					t.Errorf("rank %d: %v", r, err)
+					return
+				}
+				d := openDevice(t, r)
+				defer d.stream.Close()
+				x := d.buffer(1, 2)
+				err = cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+				if c.runs {
+					d.want("the sum", x, err, 2, 4)
+				} else {
+					testnet.WantError(t, err, "HOROVOD_GPU_OPERATIONS")
+				}
+				d.check(e.Shutdown(ctx))
+			})
+		})
+	}
+}
