@@ -52,6 +52,19 @@ func StopTimeline() error {
 	return e.StopTimeline()
 }
 
+// MarkStep says that the program now begins the training step with the given number. The step lasts until
+// the next mark. The timeline shows the marks, and hvd_steps_total counts them. All ranks should mark the
+// same steps, with growing numbers.
+func (e *Engine) MarkStep(number uint64) { e.rank.Engine.MarkStep(number) }
+
+// MarkStep calls Engine.MarkStep for the engine that Init started. Before Init and after Shutdown it does
+// nothing.
+func MarkStep(number uint64) {
+	if e := current(); e != nil {
+		e.MarkStep(number)
+	}
+}
+
 // MetricsHandler returns a handler that a program with an HTTP server of its own can install for /metrics.
 // The handler serves the counters of the engine that Init started (docs/metrics.md), or zeros before Init and
 // after Shutdown. A program without an HTTP server can set HVD_METRICS_ADDR instead; then the engine itself

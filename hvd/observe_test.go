@@ -83,6 +83,7 @@ func TestTimeline(t *testing.T) {
 		do("before")
 		must(e.StartTimeline(path("a", 0), true))
 		do("in a")
+		e.MarkStep(17)
 		must(e.StartTimeline(path("a", 0), true)) // already records to this path, so nothing changes
 		do("in a too")
 		must(e.StartTimeline(path("b", 0), false))
@@ -110,7 +111,7 @@ func TestTimeline(t *testing.T) {
 				}
 			}
 			if got["NEGOTIATE_ALLREDUCE"] != len(want) || got["ALLREDUCE"] != len(want) ||
-				(got["CYCLE_START"] > 0) != (name == "a") {
+				(got["CYCLE_START"] > 0) != (name == "a") || (got["hvd_step"] == 1) != (name == "a") {
 				t.Errorf("rank %d: %s has %v", rank, name, got)
 			}
 		}

@@ -133,6 +133,13 @@ func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
+// step appends an event that marks the beginning of the training step with the given number.
+func (f *formatter) step(dst []byte, at time.Duration, step uint64) []byte {
+	f.before.track = nil
+	dst = append(f.event(dst, "hvd_step", `i","s":"p`, &f.zero, at), `,"args":{"step":`...)
+	return append(strconv.AppendUint(dst, step, 10), "}}"...)
+}
+
 // tuned appends an event that marks a change of settings.
 func (f *formatter) tuned(dst []byte, at time.Duration, v *message.Tuning) []byte {
 	f.before.track = nil

@@ -127,6 +127,7 @@ func TestText(t *testing.T) {
 	cfg.Clock.Start = time.UnixMicro(1_700_000_000_123_456)
 	tl := mustStart(t, cfg, quick)
 	tl.Cycle(50 * time.Microsecond)
+	tl.Step(60*time.Microsecond, 17)
 	op := simple(1, "g", "h")
 	op.Records[0].Set, op.Records[1].Set = 3, 3
 	op.Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond,
@@ -156,6 +157,7 @@ func TestText(t *testing.T) {
 {"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":0,"size":4,"host":"h","epoch":7,"segment":1,"clock_domain":"boot/1","monotonic_us":5000000.001,"dropped":0,"version":1}},
 {"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0,"job":"75b3c9f4de582633"}},
 {"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0},
+{"name":"hvd_step","ph":"i","s":"p","ts":60,"pid":0,"args":{"step":17}},
 {"name":"process_name","ph":"M","pid":1,"args":{"name":"g [set 3]"}},
 {"name":"process_sort_index","ph":"M","pid":1,"args":{"sort_index":1}},
 {"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":900,"pid":1,"args":{"set":3,"op":1,"submitted":1000}},

@@ -157,8 +157,13 @@ func (t *Timeline) Record(op *trace.Operation) {
 // nothing.
 func (t *Timeline) Cycle(at time.Duration) {
 	if t.mark {
-		t.add(func(b *batch) bool { return b.mark(entry{at: at, cycle: true}) })
+		t.add(func(b *batch) bool { return b.mark(entry{at: at}) })
 	}
+}
+
+// Step records that the training step with the given number begins at the given time.
+func (t *Timeline) Step(at time.Duration, number uint64) {
+	t.add(func(b *batch) bool { return b.mark(entry{at: at, step: true, number: number}) })
 }
 
 // Tuned records that rank 0 has changed settings at the given time. The caller must not change v afterwards.

@@ -156,12 +156,14 @@ func (w *writer) write(entries []entry) error {
 		e := &entries[w.at]
 		mark := func(dst []byte) []byte {
 			switch {
-			case e.cycle:
-				return w.format.cycle(dst, e.at)
+			case e.offset != nil:
+				return w.format.clock(dst, e.offset)
 			case e.tuning != nil:
 				return w.format.tuned(dst, e.at, e.tuning)
+			case e.step:
+				return w.format.step(dst, e.at, e.number)
 			}
-			return w.format.clock(dst, e.offset)
+			return w.format.cycle(dst, e.at)
 		}
 		if len(e.Records) == 0 {
 			if err := w.place(mark); err != nil {

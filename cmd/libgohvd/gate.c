@@ -424,6 +424,12 @@ PUBLIC hvd_status_t hvd_stop_timeline(void) {
 	return gohvdStopTimeline();
 }
 
+PUBLIC void hvd_mark_step(uint64_t number) {
+	if (!usable("mark step")) {
+		gohvdMarkStep(number);
+	}
+}
+
 PUBLIC hvd_status_t hvd_metrics(char **text) {
 	needs(text, "metrics", "got a null pointer");
 	return gohvdMetrics(text);

@@ -352,6 +352,11 @@ hvd_status_t hvd_start_timeline(const char *path, int32_t mark_cycles);
 /* hvd_stop_timeline ends the timeline. It returns when the file is complete. */
 hvd_status_t hvd_stop_timeline(void);
 
+/* hvd_mark_step says that the program now begins the training step with the given number, which lasts until the next
+ * mark. The timeline and the metrics show the marks. All ranks should mark the same steps, with growing numbers.
+ * Outside of a job, in a forked process and with a sidecar, it does nothing. */
+void hvd_mark_step(uint64_t number);
+
 /* hvd_metrics returns the counters of this rank in the text format of Prometheus (docs/metrics.md). */
 hvd_status_t hvd_metrics(char **text);
 

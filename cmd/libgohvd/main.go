@@ -550,6 +550,9 @@ func gohvdStartTimeline(path *C.char, markCycles C.int32_t) C.hvd_status_t {
 //export gohvdStopTimeline
 func gohvdStopTimeline() C.hvd_status_t { return status(process.StopTimeline()) }
 
+//export gohvdMarkStep
+func gohvdMarkStep(number C.uint64_t) { process.MarkStep(uint64(number)) }
+
 //export gohvdMetrics
 func gohvdMetrics(text **C.char) C.hvd_status_t {
 	b, err := process.Metrics()

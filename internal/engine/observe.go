@@ -14,6 +14,9 @@ import (
 // Watch makes t the timeline and returns the previous timeline (watch.Observer).
 func (e *Engine) Watch(t watch.Timeline) (before watch.Timeline) { return e.observer.Watch(t) }
 
+// MarkStep records that the program begins the training step with the given number.
+func (e *Engine) MarkStep(number uint64) { e.observer.MarkStep(number) }
+
 // Offset returns the last measurement of the offset of this rank's clock from rank 0's clock, and whether
 // there has been a measurement.
 func (e *Engine) Offset() (o trace.Offset, ok bool) { return e.observer.Offset() }

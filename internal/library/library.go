@@ -274,6 +274,14 @@ func (l *Library) StopTimeline() error {
 	return asUsage(op, r.Watch.StopTimeline())
 }
 
+// MarkStep records that the program begins the training step with the given number. Outside of a job, and
+// with a sidecar, it does nothing.
+func (l *Library) MarkStep(number uint64) {
+	if r := l.running.Load(); r != nil && r.Engine != nil {
+		r.Engine.MarkStep(number)
+	}
+}
+
 // asUsage returns err as a usage error of the function op. If err is nil, asUsage returns nil.
 func asUsage(op string, err error) error {
 	if err == nil {

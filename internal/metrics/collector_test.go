@@ -45,7 +45,7 @@ func full() trace.Stats {
 			{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float16, Bytes: 5},
 		},
 		Negotiation: histogramOf(0, 5*time.Microsecond), Queued: histogramOf(7 * time.Microsecond),
-		FusedTensors: 161, FusedBytes: 64 << 20, FusionResponses: 2, FusionRoomBytes: 256 << 20,
+		FusedTensors: 161, FusedBytes: 64 << 20, FusionResponses: 2, FusionRoomBytes: 256 << 20, Steps: 6,
 		FusionThresholdBytes: 128 << 20,
 		CacheHits:            300, CacheMisses: 161, Refused: 3, Failed: 4, InFlight: 5,
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
@@ -218,6 +218,9 @@ hvd_stall_reports_total 11
 # HELP hvd_stalled_tensors Tensors that have waited for ranks longer than HOROVOD_STALL_CHECK_TIME_SECONDS.
 # TYPE hvd_stalled_tensors gauge
 hvd_stalled_tensors 10
+# HELP hvd_steps_total Training steps that the program, or the optimizer of gohvd.torch, has marked as begun.
+# TYPE hvd_steps_total counter
+hvd_steps_total 6
 # HELP hvd_timeline_dropped_operations_total Operations that are missing in the timeline because its file could not be written or was written too slowly.
 # TYPE hvd_timeline_dropped_operations_total counter
 hvd_timeline_dropped_operations_total 6

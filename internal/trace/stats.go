@@ -36,6 +36,8 @@ type Stats struct {
 	// Refused is the number of tensors that ended with an error of their own, for example because ranks
 	// disagreed. Failed is the number of tensors that ended because the job failed or was shut down.
 	Refused, Failed uint64
+	// Steps is the number of training steps that the program has marked.
+	Steps uint64
 	// InFlight is the number of tensors that were submitted and have not ended.
 	InFlight int
 	// ClockOffset and ClockError are the last measurement of this rank's clock against rank 0's clock. They

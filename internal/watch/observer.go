@@ -33,6 +33,8 @@ type Timeline interface {
 	// measurement of the offset of this rank's clock from rank 0's clock.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
+	// Step records that the training step with the given number begins at the given time.
+	Step(at time.Duration, number uint64)
 	// Tuned records, at rank 0 only, that the settings have the values v from the given time on. The engine
 	// does not change v afterwards.
 	Tuned(at time.Duration, v *message.Tuning)
@@ -178,6 +180,16 @@ func (o *Observer) Tuned(at time.Duration, v *message.Tuning) {
 	o.fusionThreshold, o.tuning = v.FusionThresholdBytes, v
 	if t := o.timeline.Load(); t != nil && o.tunes {
 		(*t).Tuned(at, v)
+	}
+}
+
+// MarkStep records that the program begins the training step with the given number.
+func (o *Observer) MarkStep(number uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.counts.Steps++
+	if t := o.timeline.Load(); t != nil {
+		(*t).Step(o.Since(), number)
 	}
 }
 

@@ -1,12 +1,15 @@
-"""Functions that start and stop the timeline. The timeline is a file with this rank's operations, which Perfetto and
-chrome://tracing can show.
+"""Functions that start and stop the timeline, and that mark in it what the program does. The timeline is a file with this
+rank's operations, which Perfetto and chrome://tracing can show.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable
+from typing import Any
 
-from . import _engine
+from . import _engine, _library
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -39,3 +42,52 @@ def _ready(what: str) -> None:
     # The engine also reads the file in HVD_CONFIG_FILE, which may set HOROVOD_TIMELINE.
     if not os.environ.get("HOROVOD_TIMELINE") and not os.environ.get("HVD_CONFIG_FILE"):
         raise ValueError(f"gohvd: {what}: set HOROVOD_TIMELINE to a file, or to DYNAMIC, before the program starts")
+
+
+def mark_step(number: int) -> None:
+    """Says that the program now begins the training step with the given number, which lasts until the next mark.
+
+    The timeline shows the marks, and the metric hvd_steps_total counts them. All ranks should mark the same steps, with
+    growing numbers. If a program does not call mark_step, its optimizers mark the steps. After the first call they mark
+    none any more. Outside of a job, and with a sidecar, mark_step does nothing. Raises ValueError if the number is
+    negative.
+    """
+    if number < 0:
+        raise ValueError(f"mark_step: got the step {number}, want 0 or more")
+    _marks.by_program = True
+    _library.quick.hvd_mark_step(number)
+
+
+class _Marks:
+    """Marks the steps of a program that does not call mark_step. A program may have several optimizers, such as those of
+    a generator and a discriminator. The one that steps first marks the steps, as long as it exists.
+    """
+
+    def __init__(self) -> None:
+        self.by_program = False
+        self.reset()
+
+    def reset(self) -> None:
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._steps = 0
+
+    def stepped(self, optimizer: Any) -> None:
+        """Marks the beginning of the next step, because an optimizer has stepped. The first step has the number 0."""
+        if self.by_program or not _engine.engine.initialized():
+            return
+        first = self._optimizer()
+        if first is None:
+            self._optimizer = weakref.ref(optimizer)
+        elif first is not optimizer:
+            return
+        self._steps += 1
+        _library.quick.hvd_mark_step(self._steps)
+
+
+_marks = _Marks()
+_engine.engine.at_shutdown.append(_marks.reset)
+
+
+def stepped(optimizer: Any) -> None:
+    """Marks the beginning of the next step, because an optimizer has stepped (_Marks)."""
+    _marks.stepped(optimizer)

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gohvd.torch as hvd
 import gohvd.torch.distributed
-from gohvd import _engine
+from gohvd import _engine, timeline
 from gohvd.exceptions import MismatchError
 from gohvd.torch import alloc_tensor
 from gohvd.torch.distributed import _ddp, _job, _tensors, _work
@@ -860,10 +860,12 @@ class Training(Ranks):
         layers = torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 5))
         model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        timeline._marks.reset()
         for _ in range(10):
             optimizer.zero_grad()
             model(torch.randn(8, 10)).square().mean().backward()
             optimizer.step()
+        self.assertEqual(timeline._marks._steps, 10)
         for p in model.parameters():
             outputs = [torch.zeros_like(p) for _ in self.all]
             dist.all_gather(outputs, p.detach())

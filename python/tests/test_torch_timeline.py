@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -12,7 +13,9 @@ from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import gohvd
 import torch
+from gohvd import timeline
 from ranks import RanksTest, hvd
 
 
@@ -72,6 +75,38 @@ class Timeline(RanksTest):
         self.assertIn("second", second)
         self.assertNotIn("first", second)
         self.assertNotIn("CYCLE_START", second)
+
+    def steps(self, name: str) -> list[int]:
+        return [e["args"]["step"] for e in self.events(name) if e.get("name") == "hvd_step"]
+
+    def test_optimizers_mark_steps(self) -> None:
+        """Of several optimizers, only the first one marks the steps. The program may mark them itself."""
+        weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+        optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([w], lr=0.1), [(f"marks.{i}", w)], op=op)
+                      for i, (w, op) in enumerate(zip(weights, [hvd.Average, hvd.Average, hvd.Adasum]))]  # fmt: skip
+
+        def step(first: int) -> None:
+            for w, optimizer in list(zip(weights, optimizers))[first:]:
+                optimizer.zero_grad()
+                w.sum().backward()
+                optimizer.step()
+
+        with mock.patch.object(timeline, "_marks", timeline._Marks()):
+            hvd.start_timeline(os.path.join(self.folder, "marks.json"))
+            step(0)
+            step(0)
+            step(2)  # the first optimizer does not step
+            del optimizers[0], weights[0]
+            gc.collect()
+            step(0)
+            step(1)  # the Adasum optimizer alone
+            gohvd.mark_step(17)
+            step(0)
+            hvd.barrier()
+            hvd.stop_timeline()
+        with self.assertRaisesRegex(ValueError, "-1"):
+            gohvd.mark_step(-1)
+        self.assertEqual(self.steps("marks"), [] if os.environ.get("HVD_SIDECAR") else [1, 2, 3, 17])
 
     def test_errors(self) -> None:
         with self.assertRaisesRegex(ValueError, "start timeline: .*no-such-folder"):

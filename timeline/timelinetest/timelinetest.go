@@ -25,8 +25,10 @@ type Summary struct {
 	// Operations has one entry for each bar of an operation on a tensor, in the order of the file.
 	Operations []Operation
 	Cycles     int
-	Clocks     []Clock
-	Tunings    []Tuning
+	// Steps has the numbers of the marked training steps, in the order of the file.
+	Steps   []uint64
+	Clocks  []Clock
+	Tunings []Tuning
 	// Names has the names of the tracks, in the order of their pids, which begin at 1.
 	Names []string
 	// Ended is set if the file has the event hvd_end, which Close writes. Then Dropped is the number of
@@ -420,6 +422,12 @@ func (c *checker) instant(e *event, ts float64) error {
 			return fmt.Errorf("hvd_clock is of job %q, and before of %q", *a.Job, c.s.Job)
 		}
 		c.s.Job = *a.Job
+	case "hvd_step":
+		var a struct{ Step *uint64 }
+		if err := args(e, &a); err != nil || a.Step == nil {
+			return fmt.Errorf("hvd_step %s: %w", e.Args, err)
+		}
+		c.s.Steps = append(c.s.Steps, *a.Step)
 	case "hvd_end":
 		var a struct{ Dropped *uint64 }
 		if err := args(e, &a); err != nil || a.Dropped == nil {

@@ -15,6 +15,7 @@ import gohvd
 from gohvd import _engine
 from gohvd.basics import is_initialized
 from gohvd.process_sets import ProcessSet, global_process_set
+from gohvd.timeline import stepped
 from gohvd.torch.compression import Compression, Compressor
 from gohvd.torch.functions import broadcast_object, in_place
 from gohvd.torch.mpi_ops import (
@@ -502,7 +503,9 @@ class _DistributedOptimizer(_Distributed):
                 closure = self._synchronizing(closure)
         self._synchronized = False
         self._tell_schedulers()
-        return super().step() if closure is None else super().step(closure)
+        loss = super().step() if closure is None else super().step(closure)
+        stepped(self)
+        return loss
 
     # This mark keeps torch from wrapping the step of this class, which it otherwise does at the latest in
     # load_state_dict. Then step hooks would run twice.
@@ -586,7 +589,9 @@ class _DistributedAdasumOptimizer(_Distributed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self._hooked:
             self._tell_schedulers()
-            return super().step(closure)
+            loss = super().step(closure)
+            stepped(self)
+            return loss
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -597,6 +602,7 @@ class _DistributedAdasumOptimizer(_Distributed):
             if p not in self._handles:
                 self._submit(p)
         self._drain(self._done)
+        stepped(self)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

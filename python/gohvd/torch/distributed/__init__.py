@@ -24,6 +24,10 @@ import torch.distributed as dist  # noqa: E402
 if not dist.is_available():
     raise ImportError("gohvd.torch.distributed needs a torch that was built with torch.distributed")
 
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook  # noqa: E402
+
+from ...timeline import stepped  # noqa: E402
+from ..optimizer import _Distributed  # noqa: E402
 from ._ddp import DistributedDataParallel  # noqa: E402
 from ._group import DEVICES, ProcessGroup, create  # noqa: E402
 
@@ -34,3 +38,13 @@ dist.Backend.register_backend("gohvd", create, extended_api=True, devices=DEVICE
 # From torch 2.15 on, this keeps torch from recording the operations of a group, which fails for groups that are written in
 # Python. gohvd has a flight recorder of its own.
 getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("gohvd")
+
+
+def _mark_step(optimizer: Optimizer, *_: object) -> None:
+    # A DistributedOptimizer marks its steps itself, also with versions of torch that have no such hook.
+    if not isinstance(optimizer, _Distributed):
+        stepped(optimizer)
+
+
+# Whatever reduces the gradients, such as DistributedDataParallel, a training step ends with that of an optimizer.
+register_optimizer_step_post_hook(_mark_step)
