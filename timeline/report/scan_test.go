@@ -218,7 +218,7 @@ func TestDamaged(t *testing.T) {
 	const begin = `{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":40,"pid":1,"args":{"set":0,"op":2}}`
 	for text, want := range map[string]string{
 		"\x00":                                         `invalid character '\x00'`,
-		`,{"ph":"B","ts":"x","pid":1}`:                 "cannot unmarshal",
+		`,{"ph":"B","ts":"x","pid":1}`:                 "unmarshal",
 		`,{"ph":"B","ts":1e16,"pid":1}`:                "got a time of more than 1e+15 us",
 		`,{"ph":"E","ts":7,"pid":1}`:                   `got E "", want the beginning of a negotiation`,
 		"," + begin + "," + begin:                      `got B "NEGOTIATE_ALLREDUCE" at a wrong place within an operation`,
