@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -161,7 +163,9 @@ func (o *operation) Name() string { return o.name }
 // wait waits for the operation. If ctx ends first, it returns a *PendingError whose Handle is h.
 func (o *operation) wait(ctx context.Context, h Pending) error {
 	if !o.ended() {
+		begun := o.beginWait()
 		o.await(ctx)
+		o.endWait(begun)
 	}
 	if o.ended() {
 		o.seen()
@@ -174,6 +178,21 @@ func (o *operation) wait(ctx context.Context, h Pending) error {
 	p := &PendingError{Op: o.kind.String(), Tensor: o.name, Handle: h, Err: err}
 	o.engine.abandoned.add(o, p)
 	return p
+}
+
+// beginWait returns the time at which a wait begins, for endWait, or 0 if no timeline shows it.
+func (o *operation) beginWait() time.Duration {
+	if o.engine == nil {
+		return 0
+	}
+	return o.engine.rank.Engine.BeginSpan()
+}
+
+// endWait shows in the timeline that the program has waited from begun, unless that is 0, until now.
+func (o *operation) endWait(begun time.Duration) {
+	if begun != 0 {
+		o.engine.rank.Engine.EndSpan(trace.Wait, o.name, begun)
+	}
 }
 
 // await returns when the operation is done or ctx has ended.

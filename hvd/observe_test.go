@@ -1,6 +1,7 @@
 package hvd_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -11,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -113,6 +115,42 @@ func TestTimeline(t *testing.T) {
 			if got["NEGOTIATE_ALLREDUCE"] != len(want) || got["ALLREDUCE"] != len(want) ||
 				(got["CYCLE_START"] > 0) != (name == "a") || (got["hvd_step"] == 1) != (name == "a") {
 				t.Errorf("rank %d: %s has %v", rank, name, got)
+			}
+		}
+	}
+}
+
+// TestTimelineShowsWaits checks that the timeline has the times in which the program waited for results.
+func TestTimelineShowsWaits(t *testing.T) {
+	dir := t.TempDir()
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if err := e.StartTimeline(filepath.Join(dir, "t.json"), false); err != nil {
+			t.Error(err)
+		}
+		for i := range 100 {
+			name := hvd.Name(fmt.Sprint("x", i))
+			if _, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	for _, name := range []string{"t.json", "t.rank1.json"} {
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := timelinetest.Read(bytes.NewReader(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(s.Spans) == 0 {
+			t.Errorf("%s has no wait", name)
+		}
+		for _, w := range s.Spans {
+			if i := slices.IndexFunc(s.Operations, func(o timelinetest.Operation) bool {
+				return o.Track == w.Name
+			}); i < 0 || w.Begin < s.Operations[i].Submitted || w.End < s.Operations[i].Ended {
+				t.Errorf("%s: got %+v, want a wait from after the submission to after the end", name, w)
 			}
 		}
 	}

@@ -7,16 +7,19 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// entry is the data of one call of Record, Offset, Tuned, Step or Cycle: an operation, a clock measurement, a
-// change of settings, or the beginning of a training step or of a cycle.
+// entry is the data of one call of Record, Offset, Tuned, Step, Span or Cycle: an operation, a clock
+// measurement, a change of settings, the beginning of a training step, what the program did, or the beginning
+// of a cycle.
 type entry struct {
 	trace.Operation // it has no records in entries of other kinds
 	// offset is the clock measurement, tuning the settings from the time in at on, and number the number of
-	// the training step that begins at the time in at. Without any of them, a cycle begins at that time.
+	// the training step that begins at the time in at. If span has an end, the entry is that span. Without
+	// any of them, a cycle begins at the time in at.
 	offset *trace.Offset
 	tuning *message.Tuning
 	step   bool
 	number uint64
+	span   trace.Span
 	at     time.Duration
 	// fused is the number of tensors in the operation, including tensors that this rank did not submit
 	// because it had joined.

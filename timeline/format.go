@@ -70,13 +70,20 @@ type formatter struct {
 	offset *trace.Offset // the last clock measurement; nil if there is none
 	latest time.Duration
 
+	// lanes has the lanes in which spans are shown, so that those of one lane nest. named is the number of
+	// lanes whose names are in the segment.
+	lanes []lane
+	named int
+
 	// before is the state that undo restores: the track of the tensor that was formatted last, and the latest
-	// time on this track before that tensor. fresh is set if the track was created for that tensor.
+	// time on this track before that tensor. fresh is set if the track was created for that tensor. named is
+	// the value of the field named before the last text.
 	before struct {
 		key   trackKey
 		track *track
 		last  time.Duration
 		fresh bool
+		named int
 	}
 	order  []int32
 	stamps [32]stamp // a cache of formatted times; the index is a hash of the time
@@ -91,7 +98,7 @@ type stamp struct {
 
 // header appends the beginning of a segment.
 func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
-	f.tracks, f.pids, f.zero = make(map[trackKey]*track), 0, track{pid: "0"}
+	f.tracks, f.pids, f.zero, f.named = make(map[trackKey]*track), 0, track{pid: "0"}, 0
 	var start int64
 	if !f.cfg.Clock.Start.IsZero() {
 		start = f.cfg.Clock.Start.UnixMicro()
@@ -118,7 +125,8 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 
 // clock appends a clock measurement.
 func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
-	f.offset, f.before.track = o, nil
+	f.remember()
+	f.offset = o
 	dst = append(f.event(dst, "hvd_clock", `i","s":"p`, &f.zero, o.At), `,"args":{`...)
 	dst = micros(micros(dst, "offset_us", o.Offset), "error_us", o.Error)
 	if o.Job != "" {
@@ -129,20 +137,20 @@ func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 
 // cycle appends an event that marks the beginning of a cycle.
 func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
-	f.before.track = nil
+	f.remember()
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
 // step appends an event that marks the beginning of the training step with the given number.
 func (f *formatter) step(dst []byte, at time.Duration, step uint64) []byte {
-	f.before.track = nil
+	f.remember()
 	dst = append(f.event(dst, "hvd_step", `i","s":"p`, &f.zero, at), `,"args":{"step":`...)
 	return append(strconv.AppendUint(dst, step, 10), "}}"...)
 }
 
 // tuned appends an event that marks a change of settings.
 func (f *formatter) tuned(dst []byte, at time.Duration, v *message.Tuning) []byte {
-	f.before.track = nil
+	f.remember()
 	dst = append(f.event(dst, "hvd_tuning", `i","s":"p`, &f.zero, at), `,"args":{`...)
 	dst = number(dst, "fusion_threshold_bytes", v.FusionThresholdBytes)
 	dst = micros(dst, "cycle_time_us", v.CycleTime)
@@ -161,9 +169,67 @@ func (f *formatter) tuned(dst []byte, at time.Duration, v *message.Tuning) []byt
 	return append(text(dst, "algorithm", v.AllreduceText()), "}}"...)
 }
 
+// maxLanes limits the number of spans of a program that overlap without being nested.
+const maxLanes = 256
+
+// maxNested is the number of the latest spans that a lane remembers.
+const maxNested = 64
+
+// lane has the spans of a thread in the viewer, the latest last, without those that are inside of others.
+type lane []trace.Span
+
+// add adds a span, which has ended after those of the lane. It returns false and does nothing if a span of
+// the lane overlaps it and is not inside of it.
+func (l *lane) add(s *trace.Span) bool {
+	n := len(*l)
+	for n > 0 && (*l)[n-1].Begun >= s.Begun && (*l)[n-1].End <= s.End {
+		n--
+	}
+	if n > 0 && (*l)[n-1].End > s.Begun {
+		return false
+	}
+	if n == maxNested {
+		copy(*l, (*l)[1:])
+		n--
+	}
+	*l = append((*l)[:n], *s)
+	return true
+}
+
+// span appends an event that shows what the program did, in the first lane in which it nests. If there is no
+// such lane, it appends nothing.
+func (f *formatter) span(dst []byte, s *trace.Span) []byte {
+	f.remember()
+	i := 0
+	for i < len(f.lanes) && !f.lanes[i].add(s) {
+		i++
+	}
+	if i == maxLanes {
+		return dst
+	}
+	if i == len(f.lanes) {
+		f.lanes = append(f.lanes, lane{*s})
+	}
+	for ; f.named <= i; f.named++ {
+		name := "program"
+		if f.named > 0 {
+			name += " " + strconv.Itoa(f.named+1)
+		}
+		dst = strconv.AppendInt(append(dst, `,
+{"name":"thread_name","ph":"M","pid":0,"tid":`...), int64(f.named+1), 10)
+		dst = append(text(append(dst, `,"args":{`...), "name", name), "}}"...)
+	}
+	f.latest = max(f.latest, s.End)
+	dst = appendMicros(append(dst, `,
+{"name":"WAIT","cat":"wait","ph":"X","ts":`...), s.Begun)
+	dst = appendMicros(append(dst, `,"dur":`...), s.End-s.Begun)
+	dst = strconv.AppendInt(append(dst, `,"pid":0,"tid":`...), int64(i+1), 10)
+	return append(text(append(dst, `,"args":{`...), "tensor", s.Name), "}}"...)
+}
+
 // end appends hvd_end, the last event of a timeline that was closed by Close.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
-	f.before.track = nil
+	f.remember()
 	at := f.latest
 	if !f.cfg.Clock.Start.IsZero() {
 		at = max(at, time.Since(f.cfg.Clock.Start))
@@ -280,13 +346,19 @@ func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 		dst = append(text(meta(dst, "process_name", t.pid), "name", name), "}}"...)
 		dst = append(number(meta(dst, "process_sort_index", t.pid), "sort_index", int64(f.pids)), "}}"...)
 	}
+	f.remember()
 	f.before.key, f.before.track, f.before.last, f.before.fresh = k, t, t.last, !ok
 	return dst, t
 }
 
-// undo reverts what the last call of tensor changed in the formatter. The writer calls it if it does not use
-// the text that tensor returned. If the formatter's last call was not tensor, undo does nothing.
+// remember makes undo restore the present state, in which the text to come has no track yet.
+func (f *formatter) remember() { f.before.track, f.before.named = nil, f.named }
+
+// undo reverts what the last call of tensor or span changed in the formatter. The writer calls it if it does
+// not use the text that they returned. A lane may keep the span, because it is added again. If the
+// formatter's last call was another one, undo does nothing.
 func (f *formatter) undo() {
+	f.named = f.before.named
 	if f.before.track == nil {
 		return
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -118,6 +119,41 @@ func simple(number uint64, names ...string) *trace.Operation {
 	return op
 }
 
+// What the threads of a program did at the same time is in different lanes, and what one of them did inside
+// of something else is in the same lane. Each segment has the names of its lanes, and all spans.
+func TestLanes(t *testing.T) {
+	dir := t.TempDir()
+	cfg := testConfig(filepath.Join(dir, "t.json"))
+	cfg.MaxBytes = 8 * 4000
+	tl := mustStart(t, cfg, quick)
+	const rounds = 20
+	for i := range time.Duration(rounds) {
+		for _, s := range [][2]time.Duration{{10, 20}, {15, 25}, {30, 40}, {5, 45}, {50, 51}, {50, 51},
+			{49, 60}} {
+			tl.Span(trace.Span{Name: "x", Begun: (100*i + s[0]) * time.Microsecond,
+				End: (100*i + s[1]) * time.Microsecond})
+		}
+	}
+	mustClose(t, tl)
+	files, err := filepath.Glob(filepath.Join(dir, "*"))
+	if err != nil || len(files) < 3 {
+		t.Fatalf("got the files %v, %v, want several segments", files, err)
+	}
+	spans := 0
+	for _, file := range files {
+		s := mustRead(t, file)
+		for _, span := range s.Spans {
+			spans++
+			if in := math.Mod(span.Begin, 100); span.Lane > 2 || (in == 15) != (span.Lane == 2) {
+				t.Errorf("got %+v, want lane 2 only for the span that overlaps another one", span)
+			}
+		}
+	}
+	if spans != 7*rounds {
+		t.Errorf("got %d spans, want %d", spans, 7*rounds)
+	}
+}
+
 // Three operations and a message are recorded, and the file has exactly the expected text. The text must not
 // change by accident, because Horovod's tools and our own parse it.
 func TestText(t *testing.T) {
@@ -128,6 +164,8 @@ func TestText(t *testing.T) {
 	tl := mustStart(t, cfg, quick)
 	tl.Cycle(50 * time.Microsecond)
 	tl.Step(60*time.Microsecond, 17)
+	tl.Span(trace.Span{Kind: trace.Wait, Name: "g", Begun: 70 * time.Microsecond,
+		End: 90*time.Microsecond + 1})
 	op := simple(1, "g", "h")
 	op.Records[0].Set, op.Records[1].Set = 3, 3
 	op.Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond,
@@ -158,6 +196,8 @@ func TestText(t *testing.T) {
 {"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0,"job":"75b3c9f4de582633"}},
 {"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0},
 {"name":"hvd_step","ph":"i","s":"p","ts":60,"pid":0,"args":{"step":17}},
+{"name":"thread_name","ph":"M","pid":0,"tid":1,"args":{"name":"program"}},
+{"name":"WAIT","cat":"wait","ph":"X","ts":70,"dur":20.001,"pid":0,"tid":1,"args":{"tensor":"g"}},
 {"name":"process_name","ph":"M","pid":1,"args":{"name":"g [set 3]"}},
 {"name":"process_sort_index","ph":"M","pid":1,"args":{"sort_index":1}},
 {"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":900,"pid":1,"args":{"set":3,"op":1,"submitted":1000}},

@@ -166,6 +166,11 @@ func (t *Timeline) Step(at time.Duration, number uint64) {
 	t.add(func(b *batch) bool { return b.mark(entry{at: at, step: true, number: number}) })
 }
 
+// Span records what the program did. It takes tens of nanoseconds.
+func (t *Timeline) Span(s trace.Span) {
+	t.add(func(b *batch) bool { return b.mark(entry{span: s}) })
+}
+
 // Tuned records that rank 0 has changed settings at the given time. The caller must not change v afterwards.
 func (t *Timeline) Tuned(at time.Duration, v *message.Tuning) {
 	t.add(func(b *batch) bool { return b.mark(entry{at: at, tuning: v}) })

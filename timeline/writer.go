@@ -160,6 +160,8 @@ func (w *writer) write(entries []entry) error {
 				return w.format.clock(dst, e.offset)
 			case e.tuning != nil:
 				return w.format.tuned(dst, e.at, e.tuning)
+			case e.span.End > 0:
+				return w.format.span(dst, &e.span)
 			case e.step:
 				return w.format.step(dst, e.at, e.number)
 			}

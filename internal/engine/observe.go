@@ -3,6 +3,7 @@ package engine
 import (
 	"cmp"
 	"slices"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -13,6 +14,16 @@ import (
 
 // Watch makes t the timeline and returns the previous timeline (watch.Observer).
 func (e *Engine) Watch(t watch.Timeline) (before watch.Timeline) { return e.observer.Watch(t) }
+
+// BeginSpan returns the time at which the program begins something, for EndSpan. If there is no timeline, it
+// returns 0.
+func (e *Engine) BeginSpan() time.Duration { return e.observer.BeginSpan() }
+
+// EndSpan records what the program has done from begun, the result of BeginSpan, until now. If begun is 0, it
+// does nothing.
+func (e *Engine) EndSpan(kind trace.SpanKind, name string, begun time.Duration) {
+	e.observer.EndSpan(kind, name, begun)
+}
 
 // MarkStep records that the program begins the training step with the given number.
 func (e *Engine) MarkStep(number uint64) { e.observer.MarkStep(number) }

@@ -42,6 +42,8 @@ func (l *log) Cycle(time.Duration) {
 	l.cycles++
 }
 
+func (l *log) Span(trace.Span) {}
+
 func (l *log) Step(time.Duration, uint64) {}
 
 func (l *log) Tuned(_ time.Duration, v *message.Tuning) {

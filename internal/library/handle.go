@@ -31,6 +31,10 @@ type pending interface {
 	// drive helps to make progress until quit returns true or the deadline, unless it is zero. If quit is
 	// nil, the method ended stands for it. drive returns early if nothing happens.
 	drive(deadline time.Time, quit func() bool)
+	// beginWait returns the time at which a wait of the program begins, for endWait, which ends it. If no
+	// timeline shows the wait, the time is 0.
+	beginWait() time.Duration
+	endWait(begun time.Duration)
 	// failure returns the error with which it has ended. It must be done.
 	failure() error
 	// notify makes the engine notice what was submitted. If a sidecar has done it, notify ends it.
@@ -91,6 +95,10 @@ func (l *Library) start(f func(into *Result) error) Handle {
 }
 
 func (t *task) drive(time.Time, func() bool) {}
+
+func (t *task) beginWait() time.Duration { return 0 }
+
+func (t *task) endWait(time.Duration) {}
 
 func (t *task) notify() {}
 
@@ -263,15 +271,23 @@ func await(p pending, limit time.Duration) bool {
 	if p.ended() {
 		return true
 	}
+	if limit == 0 {
+		p.notify()
+		return p.ended()
+	}
+	begun := p.beginWait()
+	ended := awaitWithin(p, limit)
+	p.endWait(begun)
+	return ended
+}
+
+// awaitWithin does the same for a limit other than 0.
+func awaitWithin(p pending, limit time.Duration) bool {
 	if limit < 0 {
 		if p.drive(time.Time{}, nil); !p.ended() {
 			<-p.done()
 		}
 		return true
-	}
-	if limit == 0 {
-		p.notify()
-		return p.ended()
 	}
 	deadline := time.Now().Add(limit)
 	if p.drive(deadline, nil); p.ended() {
@@ -305,7 +321,9 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	first := func() int { return slices.IndexFunc(all, pending.ended) }
 	i := first()
 	if i < 0 && limit != 0 {
+		begun := beginWaitAny(all)
 		i = awaitAny(all, limit, first)
+		all[max(i, 0)].endWait(begun)
 	}
 	if i < 0 {
 		for _, p := range all {
@@ -317,6 +335,17 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	}
 	all[i].seen()
 	return i, nil
+}
+
+// beginWaitAny does what beginWait does, for a wait for one of several things. With a gate among them, the
+// caller is a thread that waits for results on behalf of the program, which goes on.
+func beginWaitAny(all []pending) time.Duration {
+	for _, p := range all {
+		if _, is := p.(*gate); is {
+			return 0
+		}
+	}
+	return all[0].beginWait()
 }
 
 // awaitAny waits until one of several things is done or the limit ends. It returns the result of first, which

@@ -272,6 +272,10 @@ func (c *call) drive(deadline time.Time, quit func() bool) {
 	c.execution.Drive(deadline, quit)
 }
 
+func (c *call) beginWait() time.Duration { return c.execution.BeginWait() }
+
+func (c *call) endWait(begun time.Duration) { c.execution.EndWait(begun) }
+
 func (c *call) notify() { c.execution.Flush() }
 
 func (c *call) seen() {

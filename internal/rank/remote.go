@@ -8,6 +8,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -107,6 +108,28 @@ func (x *Execution) Drive(deadline time.Time, done func() bool) {
 	default:
 		r.Engine.DriveUntil(deadline, done)
 	}
+}
+
+// BeginWait returns the time at which a wait of the program for x begins, for EndWait. If no timeline of this
+// process shows the wait, it returns 0.
+func (x *Execution) BeginWait() time.Duration {
+	if x.Rank.Engine == nil {
+		return 0
+	}
+	return x.Rank.Engine.BeginSpan()
+}
+
+// EndWait shows in the timeline that the program has waited for x from begun until now. If begun is 0, it
+// does nothing.
+func (x *Execution) EndWait(begun time.Duration) {
+	if begun == 0 {
+		return
+	}
+	name := x.Name
+	if !x.Kind.IsMessage() && len(x.entries) > 0 {
+		name = x.entries[0].Request.Name // it is not empty
+	}
+	x.Rank.Engine.EndSpan(trace.Wait, name, begun)
 }
 
 // NotifyLater makes the engine notice x within a short time. It is called after Begin unless Drive is called

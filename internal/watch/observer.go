@@ -33,6 +33,8 @@ type Timeline interface {
 	// measurement of the offset of this rank's clock from rank 0's clock.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
+	// Span records what the program did.
+	Span(s trace.Span)
 	// Step records that the training step with the given number begins at the given time.
 	Step(at time.Duration, number uint64)
 	// Tuned records, at rank 0 only, that the settings have the values v from the given time on. The engine
@@ -180,6 +182,25 @@ func (o *Observer) Tuned(at time.Duration, v *message.Tuning) {
 	o.fusionThreshold, o.tuning = v.FusionThresholdBytes, v
 	if t := o.timeline.Load(); t != nil && o.tunes {
 		(*t).Tuned(at, v)
+	}
+}
+
+// BeginSpan returns the time at which a Span begins, for EndSpan. If there is no timeline, it returns 0.
+func (o *Observer) BeginSpan() time.Duration {
+	if !o.Watched() {
+		return 0
+	}
+	return max(o.Since(), 1)
+}
+
+// EndSpan records a Span that ends now. begun is the result of BeginSpan. If it is 0, EndSpan does nothing.
+func (o *Observer) EndSpan(kind trace.SpanKind, name string, begun time.Duration) {
+	if begun == 0 {
+		return
+	}
+	// The epoch may be another one than that of BeginSpan, with a clock of its own.
+	if t, now := o.timeline.Load(), o.Since(); t != nil && begun <= now {
+		(*t).Span(trace.Span{Kind: kind, Name: name, Begun: begun, End: now})
 	}
 }
 

@@ -76,6 +76,19 @@ class Timeline(RanksTest):
         self.assertNotIn("first", second)
         self.assertNotIn("CYCLE_START", second)
 
+    def test_waits(self) -> None:
+        """The timeline shows waits of the program."""
+        hvd.start_timeline(os.path.join(self.folder, "waits.json"))
+        for i in range(50):
+            self.allreduce(f"for {i}")
+            hvd.synchronize(hvd.allreduce_async(torch.ones(4), name=f"async {i}"))
+        hvd.stop_timeline()
+        waits = {e["args"]["tensor"].split()[0] for e in self.events("waits") if e.get("cat") == "wait"}
+        if os.environ.get("HVD_SIDECAR"):
+            self.assertEqual(waits, set())
+        elif self.size > 1:
+            self.assertEqual(waits, {"allreduce.for", "allreduce.async"})
+
     def steps(self, name: str) -> list[int]:
         return [e["args"]["step"] for e in self.events(name) if e.get("name") == "hvd_step"]
 

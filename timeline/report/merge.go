@@ -28,6 +28,7 @@ type Merged struct {
 // record is an event of the merged trace. Times are in microseconds.
 type record struct {
 	Name     string   `json:"name,omitzero"`
+	Category string   `json:"cat,omitzero"`
 	Phase    string   `json:"ph"`
 	PID      int      `json:"pid"`
 	TID      int      `json:"tid"`
@@ -44,10 +45,12 @@ type thread struct {
 	depth int
 }
 
-// mergedRank has the threads of one rank. Thread 0 has the events that do not belong to a tensor.
+// mergedRank has the threads of one rank. Thread 0 has the events that do not belong to a tensor. ids has the
+// numbers of the threads of tensors by name, and lanes those of the threads that show what the program did.
 type mergedRank struct {
 	files   *rankFiles
 	ids     map[string]int
+	lanes   map[int64]int
 	threads []thread
 }
 
@@ -64,8 +67,8 @@ type merger struct {
 // Merge writes the events of all ranks to a file as one Chrome trace. If the name of the file ends in .gz,
 // the file is compressed. Rank r becomes process r, and each of its tensors becomes a thread. All times are
 // on rank 0's clock. If a rank started before rank 0, a constant is added to all times, so that none is
-// negative. The name of a thread precedes its events, the events are in order of time, and every begin event
-// has an end event. The file gets its name only when it is complete.
+// negative. The name of a thread precedes its events, the events are in order of time, except for what the
+// program did, and every begin event has an end event. The file gets its name only when it is complete.
 func (j *Job) Merge(path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)
@@ -129,7 +132,7 @@ func (m *merger) rank(f *rankFiles) error {
 	}
 	m.meta(f.rank, 0, "process_name", map[string]any{"name": name})
 	m.meta(f.rank, 0, "process_sort_index", map[string]any{"sort_index": f.rank})
-	r := &mergedRank{files: f, ids: make(map[string]int)}
+	r := &mergedRank{files: f, ids: make(map[string]int), lanes: make(map[int64]int)}
 	m.thread(r, "rank")
 	var e event
 	for _, s := range f.segments {
@@ -173,6 +176,10 @@ func (m *merger) put(r *record) {
 // event writes one event of a rank to the thread of the event's tensor.
 func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, text jsontext.Value) {
 	if e.Phase == "M" {
+		if _, known := r.lanes[e.TID]; e.PID == 0 && e.Name == "thread_name" && !known {
+			r.lanes[e.TID] = len(r.threads)
+			m.thread(r, clip(e.Args.Name))
+		}
 		if e.PID == 0 || e.Name != "process_name" {
 			return
 		}
@@ -187,8 +194,12 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 		return
 	}
 	id, known := pids[e.PID]
-	out := &record{Name: e.Name, Phase: e.Phase, PID: r.files.rank, TID: id}
-	if !known && e.PID != 0 {
+	span := e.PID == 0 && e.Phase == "X"
+	if span {
+		id, known = r.lanes[e.TID]
+	}
+	out := &record{Name: e.Name, Category: e.Category, Phase: e.Phase, PID: r.files.rank, TID: id}
+	if !known && (e.PID != 0 || span) {
 		m.sum.LeftOut++
 		return
 	}
@@ -196,6 +207,8 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	switch {
 	case e.Phase == "i":
 		out.Phase, out.Scope = "i", "p"
+	case span:
+		out.Duration = new(float64)
 	case e.PID == 0:
 		m.sum.LeftOut++
 		return
@@ -220,6 +233,15 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 			}
 		}
 		out.Args = args
+	}
+	if span {
+		// A span is written when it has ended, after those inside of it, so the times of its thread are not
+		// in order.
+		begin, end := now(e.at), now(e.at+nanos(max(e.Duration, 0)))
+		begun := micros(begin)
+		out.Time, *out.Duration = &begun, micros(max(end-begin, 0))
+		m.put(out)
+		return
 	}
 	m.at(out, t, now(e.at))
 }

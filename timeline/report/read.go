@@ -150,8 +150,13 @@ type event struct {
 	Name  string `json:"name"`
 	// Time is the time of the event in microseconds since the start of the file.
 	Time float64 `json:"ts"`
-	PID  int64   `json:"pid"`
-	Args args    `json:"args"`
+	// Duration is that of a span of the program, in microseconds. Category says what the program did, and TID
+	// is the lane of the span.
+	Duration float64 `json:"dur"`
+	Category string  `json:"cat"`
+	PID      int64   `json:"pid"`
+	TID      int64   `json:"tid"`
+	Args     args    `json:"args"`
 
 	at int64 // Time, in ns
 }
@@ -203,8 +208,8 @@ func parse(text jsontext.Value, e *event) error {
 		return violation{err}
 	}
 	a := &e.Args
-	times := [...]float64{e.Time, a.Uptime, a.Offset, a.ClockErr, valueOf(a.Submitted), valueOf(a.At),
-		valueOf(a.Sent)}
+	times := [...]float64{e.Time, e.Duration, a.Uptime, a.Offset, a.ClockErr, valueOf(a.Submitted),
+		valueOf(a.At), valueOf(a.Sent)}
 	for _, us := range times {
 		if math.Abs(us) > maxMicros {
 			return violationf("got a time of more than %g us", maxMicros)

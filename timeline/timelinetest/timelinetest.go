@@ -26,7 +26,9 @@ type Summary struct {
 	Operations []Operation
 	Cycles     int
 	// Steps has the numbers of the marked training steps, in the order of the file.
-	Steps   []uint64
+	Steps []uint64
+	// Spans has what the program did, in the order of the file.
+	Spans   []Span
 	Clocks  []Clock
 	Tunings []Tuning
 	// Names has the names of the tracks, in the order of their pids, which begin at 1.
@@ -36,6 +38,13 @@ type Summary struct {
 	// before the segment began.
 	Ended   bool
 	Dropped uint64
+}
+
+// Span is a time in which the program waited for the tensor of the name Name.
+type Span struct {
+	Category, Name string
+	Begin, End     float64 // in microseconds since the start of the timeline
+	Lane           int
 }
 
 // Tuning is a change of settings.
@@ -95,6 +104,8 @@ type event struct {
 	TS    *json.RawMessage `json:"ts"`
 	Dur   *json.RawMessage `json:"dur"`
 	Scope *string          `json:"s"`
+	Cat   *string          `json:"cat"`
+	TID   *int             `json:"tid"`
 	Args  json.RawMessage  `json:"args"`
 
 	inner *inner // decodes Args
@@ -125,6 +136,7 @@ type checker struct {
 	// if there is no such track. sorted is set if the sort index of the track has been read too.
 	waiting int
 	sorted  bool
+	lanes   int // the number of lanes that have a name
 }
 
 var (
@@ -272,6 +284,10 @@ func (c *checker) event(e *event) error {
 		return fmt.Errorf("%s in the header", e.Phase)
 	case e.Phase == "M" && c.line <= 3:
 		return c.header(e)
+	case *e.Pid == 0 && e.TID != nil:
+		return c.span(e)
+	case e.TID != nil || e.Cat != nil:
+		return fmt.Errorf("%s has a tid or a category", e.Phase)
 	case e.Phase == "M":
 		return c.name(e)
 	}
@@ -351,6 +367,46 @@ func (c *checker) header(e *event) error {
 		c.s.Rank, c.s.Size, c.s.Segment, c.s.Epoch, c.s.Dropped = *a.Rank, *a.Size, *a.Segment, *a.Epoch,
 			*a.Dropped
 	}
+	return nil
+}
+
+// span checks the name of a lane of the program, or a span in it.
+func (c *checker) span(e *event) error {
+	var a struct{ Name, Tensor *string }
+	if err := args(e, &a); err != nil {
+		return err
+	}
+	if e.Phase == "M" {
+		want := "program"
+		if c.lanes++; c.lanes > 1 {
+			want = fmt.Sprintf("program %d", c.lanes)
+		}
+		if *e.Name != "thread_name" || *e.TID != c.lanes || a.Name == nil || *a.Name != want || a.Tensor != nil {
+			return fmt.Errorf("%s %s of lane %d, want the name of lane %d", *e.Name, e.Args, *e.TID, c.lanes)
+		}
+		return nil
+	}
+	if e.Phase != "X" || *e.TID < 1 || *e.TID > c.lanes || e.Cat == nil || *e.Cat != "wait" ||
+		*e.Name != "WAIT" || a.Name != nil || a.Tensor == nil {
+		return fmt.Errorf("%s %q %s of lane %d, want a span of one of %d lanes", e.Phase, *e.Name, e.Args,
+			*e.TID, c.lanes)
+	}
+	begin, err := micros(e.TS, false)
+	if err != nil {
+		return err
+	}
+	dur, err := micros(e.Dur, false)
+	if err != nil {
+		return err
+	}
+	s := Span{*e.Cat, *a.Tensor, begin, begin + dur, *e.TID}
+	for _, o := range c.s.Spans {
+		if o.Lane == s.Lane && (o.Begin < s.Begin && s.Begin < o.End && o.End < s.End ||
+			s.Begin < o.Begin && o.Begin < s.End && s.End < o.End) {
+			return fmt.Errorf("the spans %v and %v of a lane overlap, but are not nested", o, s)
+		}
+	}
+	c.s.Spans = append(c.s.Spans, s)
 	return nil
 }
 
