@@ -65,6 +65,27 @@ func MarkStep(number uint64) {
 	}
 }
 
+// MarkRange says that the program now begins something with the given name, such as "data" or "forward", and
+// returns a function that the program calls when it ends. The timeline shows these ranges, and hvdrun
+// timeline says in which of them a late rank was. Ranges may be inside of each other, and goroutines may have
+// ranges at the same time. Without a timeline it costs some nanoseconds.
+func (e *Engine) MarkRange(name string) (end func()) {
+	begun := e.rank.Engine.BeginSpan()
+	if begun == 0 {
+		return func() {}
+	}
+	return func() { e.rank.Engine.EndSpan(trace.Range, name, begun) }
+}
+
+// MarkRange calls Engine.MarkRange for the engine that Init started. Before Init and after Shutdown it
+// records nothing.
+func MarkRange(name string) (end func()) {
+	if e := current(); e != nil {
+		return e.MarkRange(name)
+	}
+	return func() {}
+}
+
 // MetricsHandler returns a handler that a program with an HTTP server of its own can install for /metrics.
 // The handler serves the counters of the engine that Init started (docs/metrics.md), or zeros before Init and
 // after Shutdown. A program without an HTTP server can set HVD_METRICS_ADDR instead; then the engine itself

@@ -86,6 +86,8 @@ func TestTimeline(t *testing.T) {
 		must(e.StartTimeline(path("a", 0), true))
 		do("in a")
 		e.MarkStep(17)
+		end := e.MarkRange("in a range")
+		end()
 		must(e.StartTimeline(path("a", 0), true)) // already records to this path, so nothing changes
 		do("in a too")
 		must(e.StartTimeline(path("b", 0), false))
@@ -113,7 +115,8 @@ func TestTimeline(t *testing.T) {
 				}
 			}
 			if got["NEGOTIATE_ALLREDUCE"] != len(want) || got["ALLREDUCE"] != len(want) ||
-				(got["CYCLE_START"] > 0) != (name == "a") || (got["hvd_step"] == 1) != (name == "a") {
+				(got["CYCLE_START"] > 0) != (name == "a") || (got["hvd_step"] == 1) != (name == "a") ||
+				(got["in a range"] == 1) != (name == "a") {
 				t.Errorf("rank %d: %s has %v", rank, name, got)
 			}
 		}

@@ -220,10 +220,18 @@ func (f *formatter) span(dst []byte, s *trace.Span) []byte {
 		dst = append(text(append(dst, `,"args":{`...), "name", name), "}}"...)
 	}
 	f.latest = max(f.latest, s.End)
-	dst = appendMicros(append(dst, `,
-{"name":"WAIT","cat":"wait","ph":"X","ts":`...), s.Begun)
+	dst = append(dst, ",\n{"...)
+	if s.Kind == trace.Range {
+		dst = append(text(dst, "name", s.Name), `,"cat":"range"`...)
+	} else {
+		dst = append(dst, `"name":"WAIT","cat":"wait"`...)
+	}
+	dst = appendMicros(append(dst, `,"ph":"X","ts":`...), s.Begun)
 	dst = appendMicros(append(dst, `,"dur":`...), s.End-s.Begun)
 	dst = strconv.AppendInt(append(dst, `,"pid":0,"tid":`...), int64(i+1), 10)
+	if s.Kind == trace.Range {
+		return append(dst, '}')
+	}
 	return append(text(append(dst, `,"args":{`...), "tensor", s.Name), "}}"...)
 }
 

@@ -166,6 +166,8 @@ func TestText(t *testing.T) {
 	tl.Step(60*time.Microsecond, 17)
 	tl.Span(trace.Span{Kind: trace.Wait, Name: "g", Begun: 70 * time.Microsecond,
 		End: 90*time.Microsecond + 1})
+	tl.Span(trace.Span{Kind: trace.Range, Name: `say "x"`, Begun: 65 * time.Microsecond,
+		End: 95 * time.Microsecond})
 	op := simple(1, "g", "h")
 	op.Records[0].Set, op.Records[1].Set = 3, 3
 	op.Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond,
@@ -198,6 +200,7 @@ func TestText(t *testing.T) {
 {"name":"hvd_step","ph":"i","s":"p","ts":60,"pid":0,"args":{"step":17}},
 {"name":"thread_name","ph":"M","pid":0,"tid":1,"args":{"name":"program"}},
 {"name":"WAIT","cat":"wait","ph":"X","ts":70,"dur":20.001,"pid":0,"tid":1,"args":{"tensor":"g"}},
+{"name":"say \"x\"","cat":"range","ph":"X","ts":65,"dur":30,"pid":0,"tid":1},
 {"name":"process_name","ph":"M","pid":1,"args":{"name":"g [set 3]"}},
 {"name":"process_sort_index","ph":"M","pid":1,"args":{"sort_index":1}},
 {"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":900,"pid":1,"args":{"set":3,"op":1,"submitted":1000}},

@@ -430,6 +430,14 @@ PUBLIC void hvd_mark_step(uint64_t number) {
 	}
 }
 
+PUBLIC uint64_t hvd_begin_range(void) { return usable("begin range") ? 0 : gohvdBeginRange(); }
+
+PUBLIC void hvd_end_range(const char *name, uint64_t begun) {
+	if (begun && name && !usable("end range")) {
+		gohvdEndRange((char *)name, begun);
+	}
+}
+
 PUBLIC hvd_status_t hvd_metrics(char **text) {
 	needs(text, "metrics", "got a null pointer");
 	return gohvdMetrics(text);

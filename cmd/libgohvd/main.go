@@ -553,6 +553,14 @@ func gohvdStopTimeline() C.hvd_status_t { return status(process.StopTimeline()) 
 //export gohvdMarkStep
 func gohvdMarkStep(number C.uint64_t) { process.MarkStep(uint64(number)) }
 
+//export gohvdBeginRange
+func gohvdBeginRange() C.uint64_t { return C.uint64_t(process.BeginRange()) }
+
+//export gohvdEndRange
+func gohvdEndRange(name *C.char, begun C.uint64_t) {
+	process.EndRange(stringOf(name), time.Duration(min(begun, math.MaxInt64)))
+}
+
 //export gohvdMetrics
 func gohvdMetrics(text **C.char) C.hvd_status_t {
 	b, err := process.Metrics()

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/bootstrap"
@@ -25,6 +26,7 @@ import (
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/ops/nccl"
 )
 
@@ -279,6 +281,23 @@ func (l *Library) StopTimeline() error {
 func (l *Library) MarkStep(number uint64) {
 	if r := l.running.Load(); r != nil && r.Engine != nil {
 		r.Engine.MarkStep(number)
+	}
+}
+
+// BeginRange returns the time at which the program begins a range, for EndRange. If no timeline of this
+// process shows it, the time is 0.
+func (l *Library) BeginRange() time.Duration {
+	if r := l.running.Load(); r != nil && r.Engine != nil {
+		return r.Engine.BeginSpan()
+	}
+	return 0
+}
+
+// EndRange shows in the timeline that the program was in the range with the given name from begun until now.
+// If begun is 0, it does nothing.
+func (l *Library) EndRange(name string, begun time.Duration) {
+	if r := l.running.Load(); r != nil && r.Engine != nil {
+		r.Engine.EndSpan(trace.Range, name, begun)
 	}
 }
 

@@ -101,7 +101,7 @@ type Activity struct {
 // Span is a time in which the program of a rank did something that the timeline shows.
 type Span struct {
 	Kind SpanKind
-	// Name is the name of the tensor or the message for which the program waited.
+	// Name is the name of the tensor or the message for which the program waited, or that of the range.
 	Name       string
 	Begun, End time.Duration
 }
@@ -109,10 +109,12 @@ type Span struct {
 // SpanKind says what a program did in a Span.
 type SpanKind uint8
 
-// Wait is the time in which a call of the program waited for the result of an operation.
-const Wait SpanKind = iota
-
-func (k SpanKind) String() string { return [...]string{Wait: "wait"}[k] }
+const (
+	// Wait is the time in which a call of the program waited for the result of an operation.
+	Wait SpanKind = iota
+	// Range is a time to which the program has given a name, such as "forward".
+	Range
+)
 
 // Offset is a measurement of this rank's clock against rank 0's clock. Each clock counts from the start of
 // its rank's engine.

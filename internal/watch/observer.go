@@ -193,11 +193,15 @@ func (o *Observer) BeginSpan() time.Duration {
 	return max(o.Since(), 1)
 }
 
+// maxSpanName limits the bytes of the name of a Span. The rest of a longer name is not recorded.
+const maxSpanName = 512
+
 // EndSpan records a Span that ends now. begun is the result of BeginSpan. If it is 0, EndSpan does nothing.
 func (o *Observer) EndSpan(kind trace.SpanKind, name string, begun time.Duration) {
 	if begun == 0 {
 		return
 	}
+	name = name[:min(len(name), maxSpanName)]
 	// The epoch may be another one than that of BeginSpan, with a clock of its own.
 	if t, now := o.timeline.Load(), o.Since(); t != nil && begun <= now {
 		(*t).Span(trace.Span{Kind: kind, Name: name, Begun: begun, End: now})

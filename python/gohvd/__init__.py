@@ -11,12 +11,13 @@ from typing import Any
 from . import _engine
 from ._engine import Block
 from .exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
-from .timeline import mark_step
+from .timeline import mark_range, mark_step
 
 __version__ = "0.7.0"
 
 __all__ = [
-    "Block", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "alloc", "dump", "mark_step",
+    "Block", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "alloc", "dump", "mark_range",
+    "mark_step",
 ]  # fmt: skip
 
 

@@ -247,6 +247,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_start_timeline": (c_char_p, c_int32),
     "hvd_stop_timeline": (),
     "hvd_mark_step": (c_uint64,),
+    "hvd_begin_range": (),
+    "hvd_end_range": (c_char_p, c_uint64),
     "hvd_dump": (POINTER(c_void_p),),
     "hvd_free_text": (c_void_p,),
     "hvd_ps_start": (POINTER(c_char_p), c_uint32, POINTER(Handle)),
@@ -258,7 +260,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_ps_finalize": (c_int32, POINTER(Handle)),
     "hvd_ps_fail": (c_char_p, POINTER(Handle)),
 }
-_RESULTS: dict[str, Any] = {"hvd_free_result": None, "hvd_free_text": None, "hvd_mark_step": None, "hvd_version": c_char_p}
+_RESULTS: dict[str, Any] = {"hvd_free_result": None, "hvd_free_text": None, "hvd_mark_step": None,
+    "hvd_begin_range": c_uint64, "hvd_end_range": None, "hvd_version": c_char_p}
 """The types of the results of the functions that do not return a number."""
 
 

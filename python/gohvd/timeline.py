@@ -58,6 +58,28 @@ def mark_step(number: int) -> None:
     _library.quick.hvd_mark_step(number)
 
 
+class mark_range:
+    """Is a context to which the program gives a name, such as "data", "forward" or "checkpoint".
+
+        with gohvd.mark_range("forward"):
+            loss = model(batch)
+
+    The timeline shows these ranges, and ``hvdrun timeline`` says in which of them a late rank was. Ranges may be inside of
+    each other, and threads may have ranges at the same time. Without a timeline, outside of a job and with a sidecar,
+    nothing is recorded.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._begun = _library.quick.hvd_begin_range()
+
+    def __exit__(self, *_: object) -> None:
+        if self._begun:
+            _library.quick.hvd_end_range(self._name.encode(), self._begun)
+
+
 class _Marks:
     """Marks the steps of a program that does not call mark_step. A program may have several optimizers, such as those of
     a generator and a discriminator. The one that steps first marks the steps, as long as it exists.

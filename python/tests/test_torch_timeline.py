@@ -76,17 +76,21 @@ class Timeline(RanksTest):
         self.assertNotIn("first", second)
         self.assertNotIn("CYCLE_START", second)
 
-    def test_waits(self) -> None:
-        """The timeline shows waits of the program."""
+    def test_waits_and_ranges(self) -> None:
+        """The timeline shows waits and ranges of the program."""
         hvd.start_timeline(os.path.join(self.folder, "waits.json"))
         for i in range(50):
-            self.allreduce(f"for {i}")
+            with gohvd.mark_range("outer é"), gohvd.mark_range("inner"):
+                self.allreduce(f"for {i}")
             hvd.synchronize(hvd.allreduce_async(torch.ones(4), name=f"async {i}"))
         hvd.stop_timeline()
+        ranges = [e["name"] for e in self.events("waits") if e.get("cat") == "range"]
         waits = {e["args"]["tensor"].split()[0] for e in self.events("waits") if e.get("cat") == "wait"}
         if os.environ.get("HVD_SIDECAR"):
-            self.assertEqual(waits, set())
-        elif self.size > 1:
+            self.assertEqual((waits, ranges), (set(), []))
+            return
+        self.assertEqual(ranges, 50 * ["inner", "outer é"])
+        if self.size > 1:
             self.assertEqual(waits, {"allreduce.for", "allreduce.async"})
 
     def steps(self, name: str) -> list[int]:

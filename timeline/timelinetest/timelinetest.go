@@ -40,7 +40,8 @@ type Summary struct {
 	Dropped uint64
 }
 
-// Span is a time in which the program waited for the tensor of the name Name.
+// Span is a time in which the program waited for the tensor with the name Name (Category is wait), or a range
+// with this name (range).
 type Span struct {
 	Category, Name string
 	Begin, End     float64 // in microseconds since the start of the timeline
@@ -373,7 +374,9 @@ func (c *checker) header(e *event) error {
 // span checks the name of a lane of the program, or a span in it.
 func (c *checker) span(e *event) error {
 	var a struct{ Name, Tensor *string }
-	if err := args(e, &a); err != nil {
+	if e.Cat != nil && *e.Cat == "range" && e.Args == nil {
+		a.Tensor = e.Name
+	} else if err := args(e, &a); err != nil {
 		return err
 	}
 	if e.Phase == "M" {
@@ -386,8 +389,8 @@ func (c *checker) span(e *event) error {
 		}
 		return nil
 	}
-	if e.Phase != "X" || *e.TID < 1 || *e.TID > c.lanes || e.Cat == nil || *e.Cat != "wait" ||
-		*e.Name != "WAIT" || a.Name != nil || a.Tensor == nil {
+	if e.Phase != "X" || *e.TID < 1 || *e.TID > c.lanes || a.Name != nil || a.Tensor == nil || e.Cat == nil ||
+		*e.Cat != "range" && (*e.Cat != "wait" || *e.Name != "WAIT") {
 		return fmt.Errorf("%s %q %s of lane %d, want a span of one of %d lanes", e.Phase, *e.Name, e.Args,
 			*e.TID, c.lanes)
 	}
