@@ -51,19 +51,21 @@ func NewHeld(ranks int) Held {
 // Add counts an operation for which rank r was the last to ask. The argument asked is the time at which r
 // asked, and the argument others is the time by which all other ranks had asked. The argument waited is true
 // if the ranks wait for this operation before they ask for another one, or if this is not known. Operations
-// must be added in the order of the times at which their last rank asked.
-func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
+// must be added in the order of the times at which their last rank asked. Add returns the period that it has
+// charged to r. If there is none, from equals to.
+func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) (from, to time.Duration) {
 	if wait := asked - others; wait > 0 {
-		l.charge(l.rank(r), wait, others, asked)
+		from, to = l.charge(l.rank(r), wait, others, asked)
 	}
 	if waited {
 		l.waited++
 	}
+	return from, to
 }
 
 // charge adds a wait to the time for which rank k held up the other ranks. It leaves out the part of the wait
-// that earlier waits cover.
-func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
+// that earlier waits cover. It returns the period that it has charged.
+func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) (from, to time.Duration) {
 	charge := wait
 	if k.Last > 0 && (others <= k.asked || k.waited == l.waited) {
 		charge -= k.longest
@@ -73,14 +75,16 @@ func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	}
 	k.Last++
 	k.asked, k.waited = asked, l.waited
-	from := others
+	from = others
 	if l.begun {
 		from = max(from, l.charged)
 	}
-	if charge = min(charge, asked-from); charge > 0 {
-		k.Held += charge
-		l.charged, l.begun = from+charge, true
+	if charge = min(charge, asked-from); charge <= 0 {
+		return from, from
 	}
+	k.Held += charge
+	l.charged, l.begun = from+charge, true
+	return from, from + charge
 }
 
 // Clone returns a copy of l.

@@ -71,9 +71,14 @@ type Late struct {
 	// any measures how long at least one rank waited, by the same rules. Its only entry, rank 0, stands for
 	// whichever rank was last.
 	any Held
-	// waits has the waits that are not in held and any yet, because these must get them in the order in which
-	// they ended.
+	// waits has the waits that are not in held and any yet, because these must get them in the order in
+	// which they ended. It also has the steps and the spans that are not counted yet.
 	waits []wait
+	// steps is the table of the steps after the start-up. programs has what is known of the programs, by
+	// rank. waitsKnown is set if the files show waits for results.
+	steps      steps
+	programs   map[int]*program
+	waitsKnown bool
 	// steadyFrom is the time at which the start-up ends. The first operation that is counted after it sets
 	// startupEnd to steadyFrom.
 	steadyFrom, startupEnd time.Duration
@@ -81,6 +86,7 @@ type Late struct {
 	startup    []trace.HeldUp
 	startupAny time.Duration
 
+	end   time.Duration // the end of the last operation
 	found Lateness
 	ranks map[int]*RankLateness
 }
@@ -102,6 +108,11 @@ type Lateness struct {
 	Anybody time.Duration
 	// Ranks has the ranks that were compared, in ascending order.
 	Ranks []*RankLateness
+	// Steps has the steps after the start-up.
+	Steps []Step
+	// Exposed has, by rank, for how long the program waited for results. It is nil if no rank has recorded
+	// this.
+	Exposed map[int]time.Duration
 }
 
 // RankLateness says how late one rank was.
@@ -118,6 +129,9 @@ type RankLateness struct {
 	// Lateness has one value for each operation: the time in ns from the first rank's submission to this
 	// rank's submission.
 	Lateness Sample
+	// Doing says in which ranges the program was in the time Held, the longest first. It is empty if the
+	// program has no ranges.
+	Doing []Doing
 }
 
 // Member identifies a rank of the job when the rank's records are added to a Late.
@@ -175,10 +189,16 @@ type ending struct {
 // but one, and asked the time of the last one. The field last is the tensor of the operation, which records
 // whether ranks went on without waiting for the operation (see overtaken). It is nil if the ranks certainly
 // waited.
+//
+// If step is set, it is the beginning of a step, with its number unless that is unknown. If span is set, it
+// is what the program of the rank did until the time in asked.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration
 	last                 *tensor
+	step                 bool
+	number               *uint64
+	span                 *trace.Span
 }
 
 // NewLate returns an empty Late. It calls the function waited for each rank of an operation that waited for
@@ -189,12 +209,12 @@ func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
 		ranks:      make(map[int]*RankLateness),
+		programs:   make(map[int]*program),
 		steadyFrom: never, startupEnd: never,
 	}
 }
 
-// Member adds a rank. All ranks must be added before the first record. If rank 0 is added, it must be the
-// first.
+// Member adds a rank. All ranks must be added before the first record, in ascending order.
 func (l *Late) Member(rank int, clock Clock) *Member {
 	m := &Member{Rank: rank, Clock: clock}
 	l.members = append(l.members, m)
@@ -219,12 +239,16 @@ func (l *Late) rank(rank int) *RankLateness {
 func (l *Late) Steady(at time.Duration) {
 	l.steadyFrom, l.found = at, Lateness{Arrivals: l.found.Arrivals}
 	clear(l.ranks)
+	clear(l.programs)
+	l.steps = steps{}
 }
 
 // Step records that a training step began at rank m. The beginning counts as an operation that the ranks wait
-// for, because a program waits for at least one operation in each step.
-func (l *Late) Step(m *Member, at time.Duration) {
-	l.waits = append(l.waits, wait{m.Rank, at, at, at, nil})
+// for, because a program waits for at least one operation in each step. number is nil if the program does not
+// number its steps. Only one rank may add steps.
+func (l *Late) Step(m *Member, at time.Duration, number *uint64) {
+	l.waits = append(l.waits, wait{rank: m.Rank, first: at, others: at, asked: at, step: true,
+		number: number})
 }
 
 // Add adds an operation that has ended at a rank. The rank has submitted it when it has submitted the last of
@@ -250,6 +274,7 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 		r.Kind == message.Send})
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
+	l.end = max(l.end, r.Ended)
 	l.kept++
 	// Arrivals are indexed by position in the process set. The position equals the rank only in process set
 	// 0.
@@ -394,20 +419,45 @@ func (l *Late) Findings() *Lateness {
 		if rank < len(rest) {
 			s.Held = rest[rank].Held
 		}
+		s.Doing = l.programs[rank].did(s.Held)
 		f.Ranks = append(f.Ranks, s)
 	}
 	slices.SortFunc(f.Ranks, func(a, b *RankLateness) int { return cmp.Compare(a.Rank, b.Rank) })
+	f.Steps = l.steps.all
+	if last := l.steps.current(); last != nil {
+		last.Length = max(l.end-last.Begin, 0)
+	}
+	if l.waitsKnown {
+		f.Exposed = make(map[int]time.Duration)
+		for rank, p := range l.programs {
+			f.Exposed[rank] = p.exposed
+		}
+	}
 	return &f
 }
 
 // count adds a wait to the time for which its rank held up all others. Waits must be counted in the order in
 // which they ended.
 func (l *Late) count(w wait) {
+	if w.span != nil {
+		l.countSpan(w.rank, w.span)
+		return
+	}
 	if w.asked >= l.steadyFrom && l.startupEnd != l.steadyFrom {
 		l.startupEnd, l.startup, l.startupAny = l.steadyFrom, l.held.Ranks(), l.anybodyWaited()
 	}
+	steady := w.asked >= l.steadyFrom && l.steadyFrom != never
+	if w.step && steady {
+		l.steps.begin(w.asked, w.number, max(l.members[len(l.members)-1].Rank+1, len(l.asked)))
+	}
 	waited := w.last == nil || !w.last.overtaken
-	l.held.Add(topo.Rank(w.rank), w.others, w.asked, waited)
+	from, to := l.held.Add(topo.Rank(w.rank), w.others, w.asked, waited)
+	if to > from && (steady || l.steadyFrom == never) {
+		l.program(w.rank).heldUp(from, to)
+		if step := l.steps.current(); step != nil {
+			add(&step.Held, w.rank, to-from)
+		}
+	}
 	l.any.Add(0, w.first, w.asked, waited)
 }
 
@@ -538,7 +588,8 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 		}
 		if below == len(all) {
 			if i == 0 { // no rank was late, but the ranks may have waited for the operation
-				l.waits = append(l.waits, wait{top.Rank, top.at, top.at, top.at, last})
+				l.waits = append(l.waits, wait{rank: top.Rank, first: top.at, others: top.at, asked: top.at,
+					last: last})
 			}
 			break
 		}
@@ -566,7 +617,8 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			if i == 0 {
 				// If several ranks are late, the time is divided into successive parts, one for each of them.
 				to := from + (top.at-from)/time.Duration(len(late)-k)
-				l.waits = append(l.waits, wait{s.Rank, begin, from, to, last})
+				l.waits = append(l.waits, wait{rank: s.Rank, first: begin, others: from, asked: to,
+					last: last})
 				begin, from = to, to
 			}
 		}

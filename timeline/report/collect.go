@@ -130,6 +130,8 @@ func (j *Job) collect() (*collection, error) {
 	})
 	for _, f := range j.ranks {
 		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never}, frontier: never}
+		s.steps.marked = f.marked()
+		s.mark = func(e *event) { c.mark(s, e) }
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
 			Error: time.Duration(f.clock.err), Known: f.clock.known})
 		of[s.member] = s.rankStats
@@ -222,7 +224,7 @@ func (c *collection) record(s *stream, r *trace.Record) {
 			// The steps of the first stream are used for all ranks, because the ranks wait for each other in
 			// each step.
 			if s == c.streams[0] {
-				c.late.Step(s.member, r.Submitted)
+				c.late.Step(s.member, r.Submitted, nil)
 			}
 		}
 	}
@@ -237,6 +239,29 @@ func (c *collection) record(s *stream, r *trace.Record) {
 	*all++
 	if !first {
 		*steady++
+	}
+}
+
+// mark counts an event that does not belong to a tensor.
+func (c *collection) mark(s *stream, e *event) {
+	at := s.reference(e.at)
+	switch {
+	case e.Name == "hvd_step" && s.steps.marked:
+		begins := s.steps.firstStep
+		s.steps.mark(at)
+		if s.stepsInside = s.inside.sum(); s.steps.firstStep != begins {
+			c.beginSteady(s, s.steps.firstBegin)
+		}
+		if s == c.streams[0] {
+			number := e.Args.Step
+			c.late.Step(s.member, at, &number)
+		}
+	case e.Phase == "X" && e.Category == "range":
+		c.late.Span(s.member, trace.Span{Kind: trace.Range, Name: clip(e.Name), Begun: at,
+			End: s.reference(e.at + nanos(e.Duration))})
+	case e.Phase == "X" && e.Category == "wait":
+		c.late.Span(s.member, trace.Span{Kind: trace.Wait, Name: clip(e.Args.Tensor), Begun: at,
+			End: s.reference(e.at + nanos(e.Duration))})
 	}
 }
 

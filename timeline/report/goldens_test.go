@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -149,6 +150,42 @@ func processSets(r int, f *file) {
 	}
 }
 
+// marked writes a job of 3 ranks and 10 steps of 100 ms, whose program marks steps and ranges. Each step has
+// two operations with names that never repeat. Rank 1 is 20 ms late with the first one, of which it spends
+// 12 ms in "read", inside of "data", 6 ms more in "data", and 2 ms in "forward". The programs do not wait for
+// the first operation, and wait for 5 ms for the second, which is in flight for 10 ms. If optimizer is set,
+// the marks are those of an optimizer: one at the end of each step.
+func marked(optimizer bool) func(*testing.T, string) {
+	return each(3, 2_000_000, func(r int, f *file) {
+		late := 0
+		if r == 1 {
+			late = 20 * ms
+		}
+		for step := range 10 {
+			at := (step + 1) * 100 * ms
+			if !optimizer {
+				f.step(at, 1000+step)
+			}
+			if r == 1 {
+				f.span("range", "read", at+10*ms, at+22*ms)
+			}
+			f.span("range", "data", at+5*ms, at+10*ms+late*9/10)
+			f.span("range", "forward", at+10*ms+late*9/10, at+12*ms+late)
+			name := fmt.Sprint("noname.", 2*step)
+			o := op(2*step+1, name, at+10*ms+late, at+30*ms)
+			o.ended = at + 40*ms
+			f.op(o)
+			o = op(2*step+2, fmt.Sprint("noname.", 2*step+1), at+50*ms, at+50*ms)
+			o.ended = at + 60*ms
+			f.op(o)
+			f.span("wait", o.tensors[0].name, at+55*ms, at+60*ms)
+			if optimizer {
+				f.step(at+95*ms, step+1)
+			}
+		}
+	})
+}
+
 // Each job has a known report, which is in testdata.
 func TestReports(t *testing.T) {
 	for name, write := range map[string]func(*testing.T, string){
@@ -174,6 +211,8 @@ func TestReports(t *testing.T) {
 		"shares": each(4, 4000, func(r int, f *file) {
 			f.op(op(1, "x", []int{1000, 1100, 1400, 1400}[r], 2000))
 		}),
+		// Steps that the program has marked, and what it did.
+		"marked": marked(false), "marked_optimizer": marked(true),
 		"sets":     each(3, 4_000_000, processSets),
 		"messages": messages(0), "messages_hosts": messages(300 * us),
 		// A rank that has joined does not submit, and is never late.
@@ -216,6 +255,34 @@ func TestReports(t *testing.T) {
 				t.Errorf("got\n%s\nwant, %v,\n%s", b.Bytes(), err, want)
 			}
 		})
+	}
+}
+
+// The list of steps has what happened in each step.
+func TestStepList(t *testing.T) {
+	dir := t.TempDir()
+	marked(false)(t, dir)
+	r := reportOf(t, dir)
+	if len(r.StepList) != 9 || !r.StepsMarked {
+		t.Fatalf("got the steps %+v, want 9, because the first one is part of the start-up", r.StepList)
+	}
+	for i, s := range r.StepList {
+		length := 100_000.0
+		if i == 8 {
+			length = 60_000
+		}
+		if s.Number != uint64(1001+i) || s.Steps != 1 || s.BeginUS != float64(200_000+i*100_000) ||
+			s.LengthUS != length || !slices.Equal(s.HeldUS, []float64{0, 20_000}) ||
+			!slices.Equal(s.ExposedUS, []float64{5000, 5000, 5000}) {
+			t.Errorf("got %+v, want step %d", s, 1001+i)
+		}
+	}
+	if got, want := r.Lateness.Ranks[1].Doing, []Doing{{"read", 108_000, 0.6}, {"data", 54_000, 0.3},
+		{"forward", 18_000, 0.1}}; !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+	if e := r.Exposed; !e.Known || e.US != 5000 || r.Phases[1].ExposedUS != 45_000 {
+		t.Errorf("got %+v, want 5 ms of each step", e)
 	}
 }
 

@@ -53,6 +53,8 @@ type rankReader struct {
 	files *rankFiles
 	// ranks is the number of ranks in the job. The positions of arrivals must be less than ranks.
 	ranks int
+	// mark is called for each event that does not belong to a tensor, unless it is metadata.
+	mark func(*event)
 
 	shift  int64            // added to times of the current segment to get times of the first segment
 	tracks map[int64]string // names of the tracks of the current segment
@@ -68,7 +70,7 @@ func newRankReader(f *rankFiles) *rankReader {
 	if size := f.segments[0].size; size > 0 {
 		ranks = size
 	}
-	return &rankReader{files: f, ranks: ranks}
+	return &rankReader{files: f, ranks: ranks, mark: func(*event) {}}
 }
 
 // operations passes the operations of all segments to yield until yield returns false. Consecutive tensors of
@@ -165,7 +167,8 @@ func (r *rankReader) apply(e *event) (ended bool, err error) {
 		}
 		return false, nil
 	case e.PID == 0:
-		return false, nil // a mark
+		r.mark(e)
+		return false, nil
 	case r.stage == outside:
 		name, is := strings.CutPrefix(e.Name, negotiate)
 		if e.Phase != "B" || !is {

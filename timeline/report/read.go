@@ -191,6 +191,8 @@ type args struct {
 	// Submitted and At are the exact times of events. The ts of such an event may be later, because the times
 	// on a track must not decrease. Sent is missing if it differs from Submitted by less than a microsecond.
 	Submitted *float64 `json:"submitted"`
+	Step      uint64   `json:"step"`
+	Tensor    string   `json:"tensor"`
 	At        *float64 `json:"at"`
 	Sent      *float64 `json:"sent"`
 }

@@ -56,13 +56,17 @@ type Report struct {
 	Operations int64 `json:"operations"`
 	Tensors    int64 `json:"tensors"`
 	Errors     int64 `json:"errors"`
-	// Steps is the number of steps, counted from the first complete step. It is 0 if no tensor name occurs
-	// more than once. StepUS is the median length of a step.
-	Steps  int64   `json:"steps"`
-	StepUS float64 `json:"step_us"`
+	// Steps is the number of steps, counted from the first complete step. It is 0 if the program has marked
+	// no steps and no tensor name occurs more than once. StepUS is the median length of a step. StepsMarked
+	// says that the program has marked its steps. StepList has the steps.
+	Steps       int64   `json:"steps"`
+	StepUS      float64 `json:"step_us"`
+	StepsMarked bool    `json:"steps_marked"`
+	StepList    []Step  `json:"step_list"`
 
 	Lateness    Lateness     `json:"lateness"`
 	Outside     Outside      `json:"outside"`
+	Exposed     Exposed      `json:"exposed"`
 	Phases      []Phases     `json:"phases"`
 	Fusion      Fusion       `json:"fusion"`
 	Cache       Cache        `json:"cache"`
@@ -114,12 +118,52 @@ type LateRank struct {
 	HeldPerStepUS float64 `json:"held_per_step_us"`
 	HeldShare     float64 `json:"held_share"`
 	StartupHeldUS float64 `json:"startup_held_us"`
+	// Doing says in which ranges the program was in the time HeldUS, the longest first. It is empty if the
+	// program has no ranges.
+	Doing []Doing `json:"doing"`
 	// P50US, P90US, P99US and MaxUS are percentiles and the maximum of the rank's lateness. Its lateness in
 	// an operation is the time from the first rank's submission to its own.
 	P50US float64 `json:"lateness_p50_us"`
 	P90US float64 `json:"lateness_p90_us"`
 	P99US float64 `json:"lateness_p99_us"`
 	MaxUS float64 `json:"lateness_max_us"`
+}
+
+// Step is one training step or, if there are too many, some successive ones. All times are on rank 0's clock.
+type Step struct {
+	// Number is the number that the program has given to the step or, if it has marked none, the number of
+	// the step after the start-up, from 0. Steps is the number of steps for which this entry stands.
+	Number uint64 `json:"number"`
+	Steps  int64  `json:"steps"`
+	// BeginUS is the beginning, since the start of rank 0, and LengthUS is how long the steps took together.
+	// The last step ends with the last operation.
+	BeginUS  float64 `json:"begin_us"`
+	LengthUS float64 `json:"length_us"`
+	// HeldUS has, by rank, how long the rank held up all others, as LateRank.HeldUS does for all steps.
+	// ExposedUS has for how long its program waited for results. Ranks at the end of the lists whose times
+	// are 0 are left out.
+	HeldUS    []float64 `json:"held_us"`
+	ExposedUS []float64 `json:"exposed_us"`
+}
+
+// Exposed is the time per step for which the program of a rank waited for the results of operations, on
+// average over the ranks with files. It is 0 over the whole time if there are no steps.
+type Exposed struct {
+	// Known is false if no rank has recorded waits.
+	Known bool    `json:"known"`
+	US    float64 `json:"us_per_step"`
+	// InFlightUS is the time per step in which at least one operation was in flight. Share is the part of it
+	// for which the program waited. In the rest, communication and computation overlap.
+	InFlightUS float64 `json:"in_flight_us"`
+	Share      float64 `json:"share"`
+}
+
+// Doing is how long a rank held up all others while its program was in a range. Range is empty for the time
+// in which it was in none.
+type Doing struct {
+	Range string  `json:"range"`
+	US    float64 `json:"us"`
+	Share float64 `json:"share"`
 }
 
 // Outside is the time per step during which a rank has no operation in flight. Rank is the rank for which
@@ -142,6 +186,10 @@ type Phases struct {
 	// negotiation (from the last submission to the grant), queue, copies, exchange, reduce and other. A
 	// further key, outside, has the time without an operation in flight.
 	US map[string]float64 `json:"us"`
+	// InFlightUS is the time with at least one operation in flight, and ExposedUS the time for which the
+	// program waited for results.
+	InFlightUS float64 `json:"in_flight_us"`
+	ExposedUS  float64 `json:"exposed_us"`
 }
 
 // Fusion says how many tensors and bytes were fused in one response.
@@ -210,7 +258,8 @@ func (j *Job) Report(o Options) (*Report, error) {
 		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names)),
 	}
 	late := c.late.Findings()
-	r.fillRanks(j, c, late.Ranks)
+	r.fillRanks(c, late)
+	r.fillSteps(c, late)
 	r.fillLateness(late)
 	r.fillTensors(c)
 	r.Fusion = Fusion{
@@ -229,7 +278,7 @@ func (j *Job) Report(o Options) (*Report, error) {
 	return r, nil
 }
 
-func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness) {
+func (r *Report) fillRanks(c *collection, late *analysis.Lateness) {
 	begin, end := time.Duration(math.MaxInt64), time.Duration(never)
 	has := make(map[int]bool)
 	for _, s := range c.streams {
@@ -250,7 +299,8 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 			begin, end = min(begin, k.begin), max(end, k.end)
 		}
 		p := Phases{Rank: f.rank, Steps: k.steps.steps(), StepUS: micros(k.steps.lengths.Quantile(.5)),
-			US: make(map[string]float64)}
+			US: make(map[string]float64), InFlightUS: micros(k.inside.sum()),
+			ExposedUS: micros(late.Exposed[f.rank])}
 		for phase, name := range phaseNames {
 			p.US[name] = micros(k.phases[phase].sum())
 		}
@@ -278,12 +328,49 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 	}
 }
 
+// fillSteps fills in the steps and what the programs waited in them.
+func (r *Report) fillSteps(c *collection, late *analysis.Lateness) {
+	first := &c.streams[0].steps
+	r.StepsMarked = first.marked && r.Steps > 0
+	all := late.Steps
+	if n := len(all); n > 0 && first.empty {
+		if all[n-1].Count--; all[n-1].Count == 0 {
+			all = all[:n-1]
+		}
+	}
+	perRank := func(all []time.Duration) []float64 {
+		us := make([]float64, len(all))
+		for rank, d := range all {
+			us[rank] = micros(d)
+		}
+		return us
+	}
+	r.StepList = []Step{}
+	for i := range all {
+		s := &all[i]
+		r.StepList = append(r.StepList, Step{Number: s.Number, Steps: s.Count, BeginUS: micros(s.Begin),
+			LengthUS: micros(s.Length), HeldUS: perRank(s.Held), ExposedUS: perRank(s.Exposed)})
+	}
+	e := &r.Exposed
+	if e.Known = late.Exposed != nil; !e.Known {
+		return
+	}
+	n := float64(len(r.Phases)) * float64(max(r.Steps, 1))
+	for _, p := range r.Phases {
+		e.US += p.ExposedUS / n
+		e.InFlightUS += p.InFlightUS / n
+	}
+	if e.InFlightUS > 0 {
+		e.Share = min(e.US/e.InFlightUS, 1)
+	}
+}
+
 // outside returns the time per complete step without an operation in flight. If there are no complete steps,
 // it returns the total over the whole time. The last step does not count as complete, because its end is
 // unknown.
 func (k *rankStats) outside() (o Outside) {
 	all, inside, steps := k.end-max(k.begin, k.steadyFrom), k.inside.sum(), int64(1)
-	if complete := k.steps.steps() - 1; complete > 0 {
+	if complete := k.steps.complete(); k.steps.firstStep > 0 && complete > 0 {
 		all, inside, steps = k.steps.begin-k.steadyFrom, k.stepsInside, complete
 	}
 	if all > 0 {
@@ -306,6 +393,10 @@ func (r *Report) fillLateness(f *analysis.Lateness) {
 			P50US:         micros(s.Lateness.Quantile(.5)), P90US: micros(s.Lateness.Quantile(.9)),
 			P99US: micros(s.Lateness.Quantile(.99)),
 			MaxUS: micros(s.Lateness.Quantile(1)),
+			Doing: []Doing{},
+		}
+		for _, d := range s.Doing {
+			late.Doing = append(late.Doing, Doing{d.Range, micros(d.Time), float64(d.Time) / float64(s.Held)})
 		}
 		if l.HeldUS > 0 {
 			late.HeldShare = late.HeldUS / l.HeldUS

@@ -36,6 +36,7 @@ type source struct {
 	monotonic, start int64
 	points           []clockPoint
 	dropped          int64
+	steps            int // the number of marked steps
 	// problem is a *FormatError if only the beginning of the file can be used, as far as it has been read.
 	// Otherwise it is nil.
 	problem error
@@ -184,6 +185,8 @@ func (s *source) survey() error {
 				s.points = append(s.points, p)
 			}
 			s.job = cmp.Or(clip(a.Job), s.job)
+		case "hvd_step":
+			s.steps++
 		case "hvd_end":
 			s.dropped = max(s.dropped, a.Dropped)
 		}
@@ -334,6 +337,16 @@ func (r *rankFiles) dropped() (n int64) {
 		n = max(n, s.dropped) // each segment states the total number so far
 	}
 	return n
+}
+
+// marked reports whether the program has marked its steps. Two marks are not enough for a complete step after
+// the start-up.
+func (r *rankFiles) marked() bool {
+	n := 0
+	for _, s := range r.segments {
+		n += s.steps
+	}
+	return n > 2
 }
 
 // host returns the name of the host on which the rank ran.

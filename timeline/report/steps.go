@@ -6,7 +6,11 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// stepFinder infers training steps from tensor names that occur again. A step ends when one of these rules
+// stepFinder finds training steps. If the program has marked them, a step begins with each mark. The time
+// until the second mark is the start-up, because a program does things in the first step that it does only
+// once.
+//
+// Otherwise stepFinder infers steps from tensor names that occur again. A step ends when one of these rules
 // applies:
 //
 //   - A name occurs that has already occurred in the step, and the step has at least half as many names as
@@ -17,6 +21,9 @@ import (
 //     broadcasts at the beginning.
 //   - In the first step after the start-up, a name occurs for the fourth time.
 type stepFinder struct {
+	marked bool // whether the program has marked its steps
+	marks  int  // the number of marks so far
+	empty  bool // whether no name was submitted since the last mark
 	// last is indexed by nameStats.id. Its value is 4 * step + repeats: step is the number of the step in
 	// which the name occurred last, counted from 1, and repeats is how often the name occurred again in this
 	// step, at most 3.
@@ -36,6 +43,20 @@ type stepFinder struct {
 // may occur more than once before the training begins.
 const startupSteps = 10
 
+// mark processes the mark of the beginning of a step at the given time.
+func (f *stepFinder) mark(at time.Duration) {
+	if f.step > 0 {
+		f.lengths.Add(int64(at - f.begin))
+	}
+	f.step++
+	f.marks++
+	if f.marks == 2 {
+		f.firstStep, f.firstBegin = f.step, at
+		f.lengths = analysis.Sample{}
+	}
+	f.begin, f.empty = at, true
+}
+
 // see processes the id of a name that was submitted at the given time. Names must be passed in the order in
 // which the file has them. see reports whether the name has not occurred before.
 func (f *stepFinder) see(name int, at time.Duration) (first bool) {
@@ -46,6 +67,11 @@ func (f *stepFinder) see(name int, at time.Duration) (first bool) {
 		f.last = append(f.last, make([]int64, name+1-len(f.last))...)
 	}
 	first = f.last[name] == 0
+	if f.marked {
+		f.last[name] = 1
+		f.empty = f.empty && at < f.begin
+		return first
+	}
 	if f.last[name]>>2 == f.step {
 		before := f.last[name] & 3
 		if before == 0 {
@@ -84,10 +110,16 @@ func (f *stepFinder) end(at time.Duration) {
 }
 
 // steps returns the number of steps from the first complete step to the last step, including both. It returns
-// 0 if no name occurs more than once.
+// 0 if there are none.
 func (f *stepFinder) steps() int64 {
-	if f.firstStep == 0 {
+	switch {
+	case f.firstStep == 0:
 		return 0
+	case f.empty: // the last mark is at the end of the last step
+		return f.complete()
 	}
-	return f.step - f.firstStep + 1
+	return f.complete() + 1
 }
+
+// complete returns the number of steps after the start-up whose end is known.
+func (f *stepFinder) complete() int64 { return f.step - f.firstStep }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 
@@ -67,7 +68,10 @@ func (t *textWriter) head() {
 	}
 	t.line("%s: %s, %d operations on %d tensors, %d errors", what, duration(t.DurationUS), t.Operations,
 		t.Tensors, t.Errors)
-	if t.Steps > 0 {
+	if t.StepsMarked {
+		t.line("%d steps of %s (median) after the start-up; the program has marked them", t.Steps,
+			duration(t.StepUS))
+	} else if t.Steps > 0 {
 		t.line("%d steps of %s (median) after the start-up; a step begins when a tensor name occurs again",
 			t.Steps, duration(t.StepUS))
 	} else {
@@ -112,7 +116,33 @@ func (t *textWriter) lateRanks() {
 		if hidden := len(l.Ranks) - len(shown); hidden > 0 {
 			t.line("  and %d more ranks, which held up the others for less time", hidden)
 		}
+		for _, s := range shown {
+			if s.HeldShare >= minDoing && len(s.Doing) > 0 {
+				t.line("  while rank %d held up all others, it was %s", s.Rank, logs.Plain(doing(s.Doing)))
+			}
+		}
 	}
+}
+
+const (
+	// minDoing is the smallest share of the time for which ranks held up all others of a rank for which the
+	// text says what the rank did.
+	minDoing = 0.1
+	// mostDoing is the maximum number of ranges in the text.
+	mostDoing = 3
+)
+
+// doing returns a clause that says in which ranges a rank was.
+func doing(all []Doing) string {
+	var texts []string
+	for _, d := range all[:min(len(all), mostDoing)] {
+		in := "in no range"
+		if d.Range != "" {
+			in = "in " + strconv.Quote(d.Range)
+		}
+		texts = append(texts, in+" for "+percent(d.Share)+" of the time")
+	}
+	return strings.Join(texts, ", ")
 }
 
 func (t *textWriter) phases() {
@@ -130,6 +160,9 @@ func (t *textWriter) phases() {
 			text += ": the program takes this time, not communication"
 		}
 		t.line("%s", text)
+	}
+	if e := &t.Exposed; e.Known && e.InFlightUS > 0 {
+		t.line("  exposed: the program waited for results for %s %s, %s of the %s in which operations were in flight, on average over the ranks", duration(e.US), t.per(), percent(e.Share), duration(e.InFlightUS))
 	}
 	t.table("rank|step|"+idle+"|"+strings.Join(phaseNames[:], "|"), "", func(row func(string, ...any)) {
 		for _, p := range t.Phases[:min(len(t.Phases), mostRanks)] {

@@ -85,6 +85,22 @@ func (f *file) clock(at, offset, err int) {
 		offset, err)
 }
 
+// step marks the beginning of a step.
+func (f *file) step(at, number int) {
+	f.event(`{"name":"hvd_step","ph":"i","s":"p","pid":0,"ts":%d,"args":{"step":%d}}`, at, number)
+}
+
+// span writes what the program did: it waited for the tensor with the given name, or was in the range with
+// this name.
+func (f *file) span(category, name string, begin, end int) {
+	if category == "wait" {
+		f.event(`{"name":"WAIT","cat":"wait","ph":"X","ts":%d,"dur":%d,"pid":0,"tid":1,"args":{"tensor":%q}}`,
+			begin, end-begin, name)
+		return
+	}
+	f.event(`{"name":%q,"cat":"range","ph":"X","ts":%d,"dur":%d,"pid":0,"tid":1}`, name, begin, end-begin)
+}
+
 func (f *file) op(o testOp) {
 	if o.kind == "" {
 		o.kind = "ALLREDUCE"

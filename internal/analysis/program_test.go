@@ -1,0 +1,48 @@
+package analysis
+
+import (
+	"slices"
+	"testing"
+	"time"
+)
+
+// If there are more steps than entries, the entries stand for more and more steps, and no time is lost.
+func TestManySteps(t *testing.T) {
+	for _, n := range []int{1, maxSteps, maxSteps + 1, 5*maxSteps + 3} {
+		var s steps
+		for i := range n {
+			number := uint64(100 + i)
+			s.begin(time.Duration(10*i), &number, 2)
+			add(&s.current().Held, i%2, 1)
+		}
+		s.current().Length = time.Duration(10*n) - s.current().Begin
+		next, at, held := uint64(100), time.Duration(0), time.Duration(0)
+		for i, step := range s.all {
+			if step.Number != next || step.Begin != at || step.Length != 10*time.Duration(step.Count) ||
+				step.Count != s.per && i < len(s.all)-1 {
+				t.Fatalf("%d steps: got %+v, want step %d, which begins at %v", n, step, next, at)
+			}
+			next, at = next+uint64(step.Count), at+step.Length
+			for _, d := range step.Held {
+				held += d
+			}
+		}
+		if next != uint64(100+n) || held != time.Duration(n) || len(s.all) > maxSteps {
+			t.Errorf("%d steps: got %d entries until step %d, and the time %v", n, len(s.all), next, held)
+		}
+	}
+}
+
+// A gap counts for the innermost range, also if ranges end after the gap, and for no range otherwise.
+func TestDoing(t *testing.T) {
+	p := new(program)
+	p.inRange(interval{"inner", 10, 20})
+	p.heldUp(5, 40)
+	p.inRange(interval{"after", 42, 50})
+	p.inRange(interval{"outer", 8, 60})
+	p.inRange(interval{"end", 30, 70})
+	want := []Doing{{"outer", 22}, {"inner", 10}, {"", 3}}
+	if got := p.did(35); !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
