@@ -159,6 +159,59 @@ func TestTimelineShowsWaits(t *testing.T) {
 	}
 }
 
+// TestTimelineDescribesJob checks that the timeline has the settings, the command line, the members of
+// process sets, also of those that are added later, and the operations that are pending when it ends.
+func TestTimelineDescribesJob(t *testing.T) {
+	dir, stopped := t.TempDir(), make(chan struct{})
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		must := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		must(e.StartTimeline(filepath.Join(dir, "t.json"), false))
+		_, err := hvd.AddProcessSet(ctx, []int{e.Rank()}, hvd.MembersOnly(), hvd.On(e))
+		must(err)
+		if e.Rank() == 1 {
+			<-stopped
+		}
+		h, err := hvd.AllreduceAsync([]float32{1}, hvd.Name("x"), hvd.On(e))
+		must(err)
+		if e.Rank() == 0 {
+			must(e.StopTimeline())
+			close(stopped)
+		}
+		_, err = h.Wait(ctx)
+		must(err)
+	}, "HOROVOD_CACHE_CAPACITY", "77")
+	text, err := os.ReadFile(filepath.Join(dir, "t.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := timelinetest.Read(bytes.NewReader(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.Settings["HOROVOD_CACHE_CAPACITY"] != "77" || len(s.Command) == 0 || s.Command[0] != os.Args[0] {
+		t.Errorf("got the command %q and the settings %q", s.Command, s.Settings)
+	}
+	for name := range s.Settings {
+		if strings.Contains(name, "SECRET") || strings.Contains(name, "UNIQUE_ID") {
+			t.Errorf("the timeline has the setting %s, which is a secret", name)
+		}
+	}
+	if len(s.Sets) != 1 || !slices.Equal(s.Pending, []string{"x"}) {
+		t.Errorf("got the sets %v and the pending operations %q, want one set of rank 0, and x", s.Sets,
+			s.Pending)
+	}
+	for _, ranks := range s.Sets {
+		if !slices.Equal(ranks, []int{0}) {
+			t.Errorf("got a set of ranks %v, want rank 0", ranks)
+		}
+	}
+}
+
 // TestTimelineAfterShutdown checks that StartTimeline fails after Shutdown and creates no file, because
 // nothing would end such a timeline.
 func TestTimelineAfterShutdown(t *testing.T) {

@@ -7,9 +7,9 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// entry is the data of one call of Record, Offset, Tuned, Step, Span or Cycle: an operation, a clock
-// measurement, a change of settings, the beginning of a training step, what the program did, or the beginning
-// of a cycle.
+// entry is the data of one call of Record, Offset, Tuned, Step, Span, Set, Pending or Cycle: an operation, a
+// clock measurement, a change of settings, the beginning of a training step, what the program did, a process
+// set, a pending operation, or the beginning of a cycle.
 type entry struct {
 	trace.Operation // it has no records in entries of other kinds
 	// offset is the clock measurement, tuning the settings from the time in at on, and number the number of
@@ -20,7 +20,9 @@ type entry struct {
 	step   bool
 	number uint64
 	span   trace.Span
-	at     time.Duration
+	// rare formats an event of a kind that is so rare that it may take memory.
+	rare func(f *formatter, dst []byte) []byte
+	at   time.Duration
 	// fused is the number of tensors in the operation, including tensors that this rank did not submit
 	// because it had joined.
 	fused int32

@@ -2,6 +2,7 @@ package timeline
 
 import (
 	"encoding/json"
+	"maps"
 	"slices"
 	"strconv"
 	"time"
@@ -74,6 +75,7 @@ type formatter struct {
 	// lanes whose names are in the segment.
 	lanes []lane
 	named int
+	sets  []set // the process sets other than 0 that are known so far
 
 	// before is the state that undo restores: the track of the tensor that was formatted last, and the latest
 	// time on this track before that tensor. fresh is set if the track was created for that tensor. named is
@@ -115,12 +117,79 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	dst = micros(dst, "monotonic_us", f.cfg.Clock.Monotonic)
 	dst = number(dst, "dropped", int64(dropped))
 	dst = append(number(dst, "version", version), "}}"...)
+	dst = f.job(dst)
+	for i := range f.sets {
+		dst = f.set(dst, &f.sets[i])
+	}
 	if f.offset != nil {
 		// Each segment repeats the last clock measurement, so that a reader does not need the previous
 		// segments.
 		dst = f.clock(dst, f.offset)
 	}
 	return dst
+}
+
+// maxCommandBytes limits the command line in a segment.
+const maxCommandBytes = 4 << 10
+
+// job appends the description of the job, if there is one.
+func (f *formatter) job(dst []byte) []byte {
+	a := &f.cfg.About
+	if a.Version == "" {
+		return dst
+	}
+	dst = append(text(meta(dst, "hvd_job", "0"), "gohvd", a.Version), `,"command":[`...)
+	left := maxCommandBytes
+	for i, word := range a.Command {
+		if left -= len(word); left < 0 {
+			dst = append(dst, `,"..."`...)
+			break
+		}
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = appendString(dst, word)
+	}
+	dst = append(dst, `],"settings":{`...)
+	for _, name := range slices.Sorted(maps.Keys(a.Settings)) {
+		dst = text(dst, name, a.Settings[name])
+	}
+	return append(dst, "}}}"...)
+}
+
+// set is a process set with its members.
+type set struct {
+	id    topo.ProcessSetID
+	ranks []topo.Rank
+}
+
+// set appends the members of a process set.
+func (f *formatter) set(dst []byte, s *set) []byte {
+	f.remember()
+	dst = append(number(meta(dst, "hvd_set", "0"), "set", int64(s.id)), `,"ranks":[`...)
+	for i, r := range s.ranks {
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = strconv.AppendInt(dst, int64(r), 10)
+	}
+	return append(dst, "]}}"...)
+}
+
+// pending appends an operation that is pending at the given time.
+func (f *formatter) pending(dst []byte, at time.Duration, r *trace.Record) []byte {
+	f.remember()
+	_, name := nameOf(r.Kind)
+	dst = append(f.event(dst, "hvd_pending", `i","s":"p`, &f.zero, at), `,"args":{`...)
+	dst = text(text(dst, "tensor", r.Name), "kind", name)
+	dst = micros(number(dst, "set", int64(r.Set)), "submitted", r.Submitted)
+	if r.Granted > 0 {
+		dst = micros(number(dst, "op", int64(r.Number)), "granted", r.Granted)
+	}
+	if r.Begun > 0 {
+		dst = micros(dst, "begun", r.Begun)
+	}
+	return append(dst, "}}"...)
 }
 
 // clock appends a clock measurement.

@@ -161,6 +161,9 @@ func TestText(t *testing.T) {
 	cfg := testConfig(path)
 	cfg.MarkCycles = true
 	cfg.Clock.Start = time.UnixMicro(1_700_000_000_123_456)
+	cfg.About = About{Version: "0.7.0", Command: []string{"python", "train \"x\".py"},
+		Settings: map[string]string{"HVD_B": "2", "HVD_A": "1"},
+		Sets:     map[topo.ProcessSetID][]topo.Rank{3: {0, 2}, 1: {1}}}
 	tl := mustStart(t, cfg, quick)
 	tl.Cycle(50 * time.Microsecond)
 	tl.Step(60*time.Microsecond, 17)
@@ -178,6 +181,9 @@ func TestText(t *testing.T) {
 	tl.Record(&trace.Operation{Records: []trace.Record{{Number: 2, Kind: message.Barrier, Name: "b",
 		Submitted: 2 * time.Millisecond, Granted: 3 * time.Millisecond, Begun: 3 * time.Millisecond,
 		Ended: 3 * time.Millisecond}}})
+	tl.Set(4, []topo.Rank{1, 2})
+	tl.Pending(7*time.Millisecond, []trace.Record{{Kind: message.Allreduce, Name: "p", Submitted: 6000},
+		{Kind: message.Allgather, Set: 4, Number: 9, Name: "q", Submitted: 6000, Granted: 7000, Begun: 8000}})
 	tl.Record(&trace.Operation{
 		Activities: []trace.Activity{{Name: "TCP_RECV", Begun: 5 * time.Millisecond, End: 6 * time.Millisecond}},
 		Records: []trace.Record{{Number: 2, Peer: 2, Kind: message.Recv, Backend: message.TCP,
@@ -195,6 +201,9 @@ func TestText(t *testing.T) {
 {"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":1700000000123456}},
 {"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}},
 {"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":0,"size":4,"host":"h","epoch":7,"segment":1,"clock_domain":"boot/1","monotonic_us":5000000.001,"dropped":0,"version":1}},
+{"name":"hvd_job","ph":"M","pid":0,"args":{"gohvd":"0.7.0","command":["python","train \"x\".py"],"settings":{"HVD_A":"1","HVD_B":"2"}}},
+{"name":"hvd_set","ph":"M","pid":0,"args":{"set":1,"ranks":[1]}},
+{"name":"hvd_set","ph":"M","pid":0,"args":{"set":3,"ranks":[0,2]}},
 {"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0,"job":"75b3c9f4de582633"}},
 {"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0},
 {"name":"hvd_step","ph":"i","s":"p","ts":60,"pid":0,"args":{"step":17}},
@@ -240,6 +249,9 @@ func TestText(t *testing.T) {
 {"name":"QUEUE","ph":"B","ts":3000,"pid":3},
 {"ph":"E","ts":3000,"pid":3},
 {"ph":"E","ts":3000,"pid":3,"args":{"bytes":0,"fused":1,"backend":"none","algorithm":"none"}},
+{"name":"hvd_set","ph":"M","pid":0,"args":{"set":4,"ranks":[1,2]}},
+{"name":"hvd_pending","ph":"i","s":"p","ts":7000,"pid":0,"args":{"tensor":"p","kind":"ALLREDUCE","set":0,"submitted":6}},
+{"name":"hvd_pending","ph":"i","s":"p","ts":7000,"pid":0,"args":{"tensor":"q","kind":"ALLGATHER","set":4,"submitted":6,"op":9,"granted":7,"begun":8}},
 {"name":"process_name","ph":"M","pid":4,"args":{"name":"rank 2 to rank 0, tag 7"}},
 {"name":"process_sort_index","ph":"M","pid":4,"args":{"sort_index":4}},
 {"name":"NEGOTIATE_RECV","ph":"B","ts":4000,"pid":4,"args":{"set":0,"op":2}},

@@ -21,6 +21,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -31,6 +32,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -47,6 +49,8 @@ type Config struct {
 	Host       string
 	Epoch      uint64
 	Clock      trace.Clock
+	// About describes the job. Each segment repeats it.
+	About About
 	// MarkCycles makes Cycle record a mark for each cycle. If it is false, Cycle does nothing.
 	MarkCycles bool
 	// MaxBytes limits the bytes of all segments together. When the limit is reached, the oldest segments are
@@ -55,6 +59,17 @@ type Config struct {
 	// Log receives a warning if files cannot be written, at most one per minute for each kind of problem. If
 	// Log is nil, nothing is logged.
 	Log *zap.Logger
+}
+
+// About describes the job of a timeline. Only people read it.
+type About struct {
+	// Version is the version of gohvd, and Command the command line of the program.
+	Version string
+	Command []string
+	// Settings has the settings that were given a value, without secrets.
+	Settings map[string]string
+	// Sets has the members of the process sets other than 0.
+	Sets map[topo.ProcessSetID][]topo.Rank
 }
 
 // knobs are sizes and times that tests may change.
@@ -169,6 +184,32 @@ func (t *Timeline) Step(at time.Duration, number uint64) {
 // Span records what the program did. It takes tens of nanoseconds.
 func (t *Timeline) Span(s trace.Span) {
 	t.add(func(b *batch) bool { return b.mark(entry{span: s}) })
+}
+
+// Set records the members of a new process set. The caller must not change ranks afterwards.
+func (t *Timeline) Set(id topo.ProcessSetID, ranks []topo.Rank) {
+	t.rare(func(f *formatter, dst []byte) []byte {
+		s := set{id, ranks}
+		if !slices.ContainsFunc(f.sets, func(known set) bool { return known.id == id }) {
+			f.sets = append(f.sets, s)
+		}
+		return f.set(dst, &s)
+	})
+}
+
+// maxPending limits the pending operations that a timeline shows.
+const maxPending = 1 << 10
+
+// Pending records the operations that are pending at the given time, because the timeline or the job ends
+// then. If there are too many, it records the first ones. The caller must not change all afterwards.
+func (t *Timeline) Pending(at time.Duration, all []trace.Record) {
+	for i := range all[:min(len(all), maxPending)] {
+		t.rare(func(f *formatter, dst []byte) []byte { return f.pending(dst, at, &all[i]) })
+	}
+}
+
+func (t *Timeline) rare(format func(f *formatter, dst []byte) []byte) {
+	t.add(func(b *batch) bool { return b.mark(entry{rare: format}) })
 }
 
 // Tuned records that rank 0 has changed settings at the given time. The caller must not change v afterwards.

@@ -4,8 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -62,6 +64,9 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 		w.enc = &gzipped{}
 	}
 	w.format.cfg = &w.cfg
+	for _, id := range slices.Sorted(maps.Keys(cfg.About.Sets)) {
+		w.format.sets = append(w.format.sets, set{id, cfg.About.Sets[id]})
+	}
 	if cfg.Rank == 0 {
 		// Rank 0's clock is the reference for the other ranks, so its offset is always 0.
 		w.format.offset = &trace.Offset{Job: cfg.Clock.Job()}
@@ -162,6 +167,8 @@ func (w *writer) write(entries []entry) error {
 				return w.format.tuned(dst, e.at, e.tuning)
 			case e.span.End > 0:
 				return w.format.span(dst, &e.span)
+			case e.rare != nil:
+				return e.rare(&w.format, dst)
 			case e.step:
 				return w.format.step(dst, e.at, e.number)
 			}

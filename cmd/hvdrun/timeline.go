@@ -43,9 +43,9 @@ func (r *runner) timeline() *cobra.Command {
 	g.flags.StringVar(&given.merge, "merge", "",
 		"also write a Chrome trace of all ranks to `OUT.json`, with all times on rank 0's clock. If the name ends in .gz, the trace is compressed")
 	g.flags.Int64Var(&given.thresholdMB, "fusion-threshold-mb", defaultOf("HOROVOD_FUSION_THRESHOLD")>>20,
-		"HOROVOD_FUSION_THRESHOLD of the job, in `MIB`; timelines do not record it")
+		"HOROVOD_FUSION_THRESHOLD of the job, in `MIB`, if its timelines do not record it")
 	g.flags.Int64Var(&given.capacity, "cache-capacity", defaultOf("HOROVOD_CACHE_CAPACITY"),
-		"HOROVOD_CACHE_CAPACITY of the job, `N` responses; timelines do not record it")
+		"HOROVOD_CACHE_CAPACITY of the job, `N` responses, if its timelines do not record it")
 
 	cmd := &cobra.Command{
 		Use:   timelineCommand + " [flags] FILE...",
@@ -88,8 +88,14 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		r.status = statusFailure
 		fmt.Fprintf(r.stderr, "hvdrun: timeline: %v\n", bad)
 	}
-	result, err := job.Report(report.Options{FusionThresholdBytes: given.thresholdMB << 20,
-		CacheCapacity: given.capacity})
+	options := report.Options{FusionThresholdBytes: given.thresholdMB << 20, CacheCapacity: given.capacity}
+	for name, to := range map[string]*int64{"HOROVOD_FUSION_THRESHOLD": &options.FusionThresholdBytes,
+		"HOROVOD_CACHE_CAPACITY": &options.CacheCapacity} {
+		if n, err := strconv.ParseInt(job.Setting(name), 10, 64); err == nil && n >= 0 {
+			*to = n
+		}
+	}
+	result, err := job.Report(options)
 	if err != nil {
 		return fmt.Errorf("timeline: %w", err)
 	}

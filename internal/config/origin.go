@@ -57,6 +57,18 @@ func (c Config) Value(name string) string {
 	return s.Default
 }
 
+// Chosen returns the values of the settings for which a source has a value, by name. It leaves out secrets,
+// and what a launcher has said about the place of this process.
+func (c Config) Chosen() map[string]string {
+	chosen := make(map[string]string)
+	for _, s := range settings {
+		if v, ok := c.given[s.Name]; ok && !s.Secret && s.Scope != ByLauncher {
+			chosen[s.Name] = v.text
+		}
+	}
+	return chosen
+}
+
 // Terms returns the values of the settings that must be the same at all ranks, by name. The values are in a
 // canonical form, in which equal values have equal texts.
 func (c Config) Terms() map[string]string {

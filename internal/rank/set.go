@@ -62,9 +62,12 @@ func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank, byMembers bool) *
 	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank)), ByMembers: byMembers}
 	t := &r.sets
 	t.mu.Lock()
-	defer t.mu.Unlock()
 	i, _ := slices.BinarySearchFunc(t.all, id, bySetID)
 	t.all = slices.Insert(t.all, i, s)
+	t.mu.Unlock()
+	if r.Watch != nil { // not in Start, and not with a sidecar
+		r.Watch.timeline.added(s)
+	}
 	return s
 }
 

@@ -8,12 +8,14 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"time"
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline"
 )
 
@@ -108,6 +110,8 @@ func (t *timelines) start(path string, markCycles bool) error {
 	next, err := timeline.Start(timeline.Config{
 		Path: timeline.PathOf(path, cfg.Rank), Rank: cfg.Rank, Size: cfg.Size, Host: cfg.Host,
 		Epoch: cfg.Epoch,
+		About: timeline.About{Version: config.Version(), Command: os.Args, Settings: cfg.Settings.Chosen(),
+			Sets: cfg.Sets()},
 		Clock: e.Clock(), MarkCycles: markCycles, MaxBytes: int64(cfg.Settings.TimelineMaxMiB) << 20,
 		Log: cfg.Log,
 	})
@@ -129,10 +133,30 @@ func (t *timelines) stop() error {
 	}
 	old := t.active
 	t.active, t.path = nil, ""
-	t.engine().Watch(nil)
+	e := t.engine()
+	old.Pending(time.Since(e.Clock().Start), e.Pending())
+	e.Watch(nil)
 	err := old.Close()
 	t.count(nil) // adds the operations that Close dropped
 	return err
+}
+
+// added records a process set that was added. It does not block.
+func (t *timelines) added(s *Set) {
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
+	if t.current != nil {
+		t.current.Set(s.ID, s.Ranks)
+	}
+}
+
+// pending records the operations that are pending at the given time, because the job has failed.
+func (t *timelines) pending(at time.Duration, all []trace.Record) {
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
+	if t.current != nil {
+		t.current.Pending(at, all)
+	}
 }
 
 // write writes the buffered part of the active timeline to its file.

@@ -274,6 +274,7 @@ func (r *Watch) failed(failure error) {
 		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p, false) })
 	}
 	dump := r.Dump(why)
+	r.timeline.pending(dump.At, dump.Pending)
 	sent := r.sendReport(ctx, joblink.Failure, r.encode(dump))
 	verdict.Wait()
 	if !sent {

@@ -186,6 +186,32 @@ func marked(optimizer bool) func(*testing.T, string) {
 	})
 }
 
+// ended writes a job of 4 ranks, of which rank 2 stays away from "x", and rank 3 from "y" of set 5 with ranks
+// 1 and 3. All ranks have submitted "z".
+func ended(r int, f *file) {
+	f.event(`{"name":"hvd_job","ph":"M","pid":0,"args":{"gohvd":"0.7.0","command":["train"],"settings":{"HOROVOD_FUSION_THRESHOLD":"1"}}}`)
+	f.event(`{"name":"hvd_set","ph":"M","pid":0,"args":{"set":5,"ranks":[1,3]}}`)
+	f.op(op(1, "before", 1000, 2000))
+	pending := func(kind, name string, set, submitted int, more string) {
+		f.event(`{"name":"hvd_pending","ph":"i","s":"p","ts":9000000,"pid":0,"args":{"tensor":%q,"kind":%q,"set":%d,"submitted":%d%s}}`,
+			name, kind, set, submitted, more)
+	}
+	if r != 2 {
+		pending("ALLREDUCE", "x", 0, 4_000_000+1000*r, "")
+	}
+	if r == 1 {
+		pending("ALLGATHER", "y", 5, 6_000_000, "")
+	}
+	pending("BROADCAST", "z", 0, 3_000_000, `,"op":2,"granted":3000010`)
+}
+
+// killed writes the job of ended, but the process of rank 2 was killed.
+func killed(t *testing.T, dir string) {
+	each(4, 9_000_001, ended)(t, dir)
+	f := newFile(rankID{rank: 2, size: 4, host: "h", domain: "a", epoch: 1})
+	put(t, dir, "t.rank2.json", f.b.String()+"\n]\n")
+}
+
 // Each job has a known report, which is in testdata.
 func TestReports(t *testing.T) {
 	for name, write := range map[string]func(*testing.T, string){
@@ -211,6 +237,7 @@ func TestReports(t *testing.T) {
 		"shares": each(4, 4000, func(r int, f *file) {
 			f.op(op(1, "x", []int{1000, 1100, 1400, 1400}[r], 2000))
 		}),
+		"ended": each(4, 9_000_001, ended), "killed": killed,
 		// Steps that the program has marked, and what it did.
 		"marked": marked(false), "marked_optimizer": marked(true),
 		"sets":     each(3, 4_000_000, processSets),

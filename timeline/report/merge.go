@@ -226,7 +226,7 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 		return r.files.clock.reference(at+s.monotonic-r.files.clock.base) + m.shift
 	}
 	if args := argsOf(text); args != nil {
-		for _, name := range []string{"submitted", "sent", "at"} {
+		for _, name := range []string{"submitted", "sent", "at", "granted", "begun"} {
 			if us, err := strconv.ParseFloat(string(args[name]), 64); err == nil &&
 				math.Abs(us) <= maxMicros {
 				args[name] = strconv.AppendFloat(nil, micros(now(nanos(us))), 'f', -1, 64)

@@ -193,8 +193,15 @@ type args struct {
 	Submitted *float64 `json:"submitted"`
 	Step      uint64   `json:"step"`
 	Tensor    string   `json:"tensor"`
-	At        *float64 `json:"at"`
-	Sent      *float64 `json:"sent"`
+	// These are of the events hvd_job, hvd_set and hvd_pending.
+	Gohvd    string            `json:"gohvd"`
+	Command  []string          `json:"command"`
+	Settings map[string]string `json:"settings"`
+	Ranks    []topo.Rank       `json:"ranks"`
+	Kind     string            `json:"kind"`
+	Granted  *float64          `json:"granted"`
+	At       *float64          `json:"at"`
+	Sent     *float64          `json:"sent"`
 }
 
 const (
@@ -211,7 +218,7 @@ func parse(text jsontext.Value, e *event) error {
 	}
 	a := &e.Args
 	times := [...]float64{e.Time, e.Duration, a.Uptime, a.Offset, a.ClockErr, valueOf(a.Submitted),
-		valueOf(a.At), valueOf(a.Sent)}
+		valueOf(a.At), valueOf(a.Sent), valueOf(a.Granted)}
 	for _, us := range times {
 		if math.Abs(us) > maxMicros {
 			return violationf("got a time of more than %g us", maxMicros)

@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options are settings of the job. The files do not contain them.
+// Options are settings of the job.
 type Options struct {
 	// FusionThresholdBytes is the fusion threshold of the job, or 0 if it is unknown.
 	FusionThresholdBytes int64
@@ -71,6 +71,8 @@ type Report struct {
 	Fusion      Fusion       `json:"fusion"`
 	Cache       Cache        `json:"cache"`
 	Names       int64        `json:"names"`
+	Job         About        `json:"job"`
+	Pending     []Pending    `json:"pending"`
 	Slowest     []Tensor     `json:"slowest"`
 	Largest     []Tensor     `json:"largest"`
 	Suggestions []Suggestion `json:"suggestions"`
@@ -255,6 +257,7 @@ func (j *Job) Report(o Options) (*Report, error) {
 	r := &Report{
 		Problems: append([]string{}, j.problems...), Size: j.size,
 		Operations: c.operations, ClockErrorUS: micros(c.clockErr),
+		Job:   j.about(),
 		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names)),
 	}
 	late := c.late.Findings()
@@ -272,6 +275,7 @@ func (j *Job) Report(o Options) (*Report, error) {
 	if o.FusionThresholdBytes > 0 {
 		r.Fusion.Fill = r.Fusion.MeanBytes / float64(o.FusionThresholdBytes)
 	}
+	r.Pending = r.pending(j)
 	r.fillProblems(j, c)
 	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(late), r.startup(late)
 	r.Suggestions = r.suggest(c, late, o)

@@ -22,6 +22,8 @@ import (
 const (
 	// maxRanks limits the number of ranks, so that a malformed file cannot make the report use much memory.
 	maxRanks = 1 << 16
+	// maxSets and maxPending limit the process sets and the pending operations of a file.
+	maxSets, maxPending = 1 << 10, 1 << 10
 )
 
 // source is one timeline file of a rank.
@@ -37,6 +39,9 @@ type source struct {
 	points           []clockPoint
 	dropped          int64
 	steps            int // the number of marked steps
+	about            About
+	pending          []pendingOp
+	ended            bool // whether the timeline was closed, or the rank knew that the job had failed
 	// problem is a *FormatError if only the beginning of the file can be used, as far as it has been read.
 	// Otherwise it is nil.
 	problem error
@@ -187,7 +192,20 @@ func (s *source) survey() error {
 			s.job = cmp.Or(clip(a.Job), s.job)
 		case "hvd_step":
 			s.steps++
+		case "hvd_job":
+			s.about.Version, s.about.Command, s.about.Settings = clip(a.Gohvd), a.Command, a.Settings
+		case "hvd_set":
+			if len(s.about.Sets) < maxSets && len(a.Ranks) <= maxRanks {
+				s.about.Sets = append(s.about.Sets, ProcessSet{a.Set, a.Ranks})
+			}
+		case "hvd_pending":
+			s.ended = true
+			if len(s.pending) < maxPending {
+				s.pending = append(s.pending, pendingOp{clip(a.Tensor), clip(a.Kind), a.Set,
+					nanos(valueOf(a.Submitted)), e.at, a.Granted != nil})
+			}
 		case "hvd_end":
+			s.ended = true
 			s.dropped = max(s.dropped, a.Dropped)
 		}
 		return nil

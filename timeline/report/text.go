@@ -20,6 +20,7 @@ const mostRanks = 32
 func (r *Report) WriteText(w io.Writer) error {
 	t := &textWriter{Report: r}
 	t.head()
+	t.pending()
 	t.lateRanks()
 	t.phases()
 	t.fusion()
@@ -85,6 +86,22 @@ func (t *textWriter) head() {
 	}
 	for _, p := range t.Problems {
 		t.line("note: %s", logs.Plain(p))
+	}
+}
+
+// shownPending is the maximum number of pending operations in the text.
+const shownPending = 10
+
+func (t *textWriter) pending() {
+	if len(t.Pending) == 0 {
+		return
+	}
+	t.line("\nPending when the timelines ended")
+	for _, p := range t.Pending[:min(len(t.Pending), shownPending)] {
+		t.line("  %s", logs.Plain(p.describe()))
+	}
+	if hidden := len(t.Pending) - shownPending; hidden > 0 {
+		t.line("  and %d more operations", hidden)
 	}
 }
 

@@ -27,6 +27,12 @@ type Summary struct {
 	Cycles     int
 	// Steps has the numbers of the marked training steps, in the order of the file.
 	Steps []uint64
+	// Command and Settings are those of the job. Sets has the members of process sets, and Pending the names
+	// of the operations that were pending.
+	Command  []string
+	Settings map[string]string
+	Sets     map[uint32][]int
+	Pending  []string
 	// Spans has what the program did, in the order of the file.
 	Spans   []Span
 	Clocks  []Clock
@@ -285,6 +291,21 @@ func (c *checker) event(e *event) error {
 		return fmt.Errorf("%s in the header", e.Phase)
 	case e.Phase == "M" && c.line <= 3:
 		return c.header(e)
+	case e.Phase == "M" && *e.Pid == 0 && e.TID == nil && *e.Name == "hvd_job":
+		return c.job(e)
+	case e.Phase == "M" && *e.Pid == 0 && e.TID == nil && *e.Name == "hvd_set":
+		var a struct {
+			Set   *uint32
+			Ranks []int
+		}
+		if err := args(e, &a); err != nil || a.Set == nil || *a.Set == 0 || len(a.Ranks) == 0 {
+			return fmt.Errorf("hvd_set %s: %w", e.Args, err)
+		}
+		if c.s.Sets == nil {
+			c.s.Sets = make(map[uint32][]int)
+		}
+		c.s.Sets[*a.Set] = a.Ranks
+		return nil
 	case *e.Pid == 0 && e.TID != nil:
 		return c.span(e)
 	case e.TID != nil || e.Cat != nil:
@@ -327,6 +348,21 @@ func (c *checker) event(e *event) error {
 		return err
 	}
 	return fmt.Errorf("phase %q", e.Phase)
+}
+
+// job checks the description of the job.
+func (c *checker) job(e *event) error {
+	var a struct {
+		Gohvd    *string
+		Command  []string
+		Settings map[string]string
+	}
+	if err := args(e, &a); err != nil || c.line != 4 || a.Gohvd == nil || a.Command == nil ||
+		a.Settings == nil {
+		return fmt.Errorf("hvd_job in event %d: %s: %w", c.line, e.Args, err)
+	}
+	c.s.Command, c.s.Settings = a.Command, a.Settings
+	return nil
 }
 
 func (c *checker) header(e *event) error {
@@ -481,6 +517,18 @@ func (c *checker) instant(e *event, ts float64) error {
 			return fmt.Errorf("hvd_clock is of job %q, and before of %q", *a.Job, c.s.Job)
 		}
 		c.s.Job = *a.Job
+	case "hvd_pending":
+		var a struct {
+			Tensor, Kind              *string
+			Set                       *uint32
+			Op                        uint64
+			Submitted, Granted, Begun *json.RawMessage
+		}
+		if err := args(e, &a); err != nil || a.Tensor == nil || a.Kind == nil || a.Set == nil ||
+			a.Submitted == nil {
+			return fmt.Errorf("hvd_pending %s: %w", e.Args, err)
+		}
+		c.s.Pending = append(c.s.Pending, *a.Tensor)
 	case "hvd_step":
 		var a struct{ Step *uint64 }
 		if err := args(e, &a); err != nil || a.Step == nil {
