@@ -56,7 +56,9 @@ func (e *Engine) Pending() []trace.Record {
 // the caller sets them. Any goroutine may call Stats, even in a callback from the engine. The coordinator's
 // counters may be up to one second old.
 func (e *Engine) Stats() trace.Stats {
-	st := e.observer.Stats()
+	// The observer has what has ended until now, because Pending is called later.
+	now := e.observer.Since()
+	st := e.observer.Stats(now, e.Pending())
 	st.Rank, st.Size = int(e.cfg.Rank), e.cfg.Size
 	for _, s := range e.sets.snapshot() {
 		st.InFlight += s.queue.Len()

@@ -149,7 +149,7 @@ func (t *setTable) refuse(s *processSet, reason error) {
 func (t *setTable) endEntries(s *processSet, reason error, which func(*tensorqueue.Entry) bool) {
 	s.queue.Close(reason)
 	s.queue.FinishAll(which, func(entry *tensorqueue.Entry) error {
-		t.observer.Abandoned(max(len(entry.Parts), 1))
+		t.observer.Abandoned(max(len(entry.Parts), 1), entry.Times.Submitted)
 		return outcome.Of(&entry.Request, reason)
 	})
 }

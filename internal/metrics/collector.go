@@ -19,6 +19,7 @@ const (
 	labelDType     = "dtype"
 	labelAlgorithm = "algorithm"
 	labelLate      = "late_rank"
+	labelPhase     = "phase"
 	labelRank      = "rank"
 	labelHost      = "host"
 	labelVersion   = "version"
@@ -101,6 +102,10 @@ var (
 	}
 )
 
+// phases is exported by every rank.
+var phases = desc("hvd_phase_seconds_total",
+	"Wall time of the rank by phase: computing is without an operation in flight, communicating is while one is executed, queued is while one is granted but none executed, and waiting is the rest, for other ranks or for the negotiation. At any moment a rank is in one phase.", labelPhase)
+
 // Each of these metrics is exported only while its value is known.
 var (
 	fill = gauge("hvd_fusion_fill_ratio",
@@ -178,7 +183,7 @@ type collector struct{ get func() trace.Stats }
 
 func (c *collector) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{rankInfo, duration, tensors, moved, negotiation, queued, fill.desc,
-		last, lateness, algorithm} {
+		phases, last, lateness, algorithm} {
 		to <- d
 	}
 	for _, group := range [][]number{numbers, clock, coordinator, tuned} {
@@ -212,6 +217,9 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	to <- newHistogram(negotiation, &s.Negotiation)
 	to <- newHistogram(queued, &s.Queued)
 	show(numbers...)
+	for phase, d := range s.Phases {
+		count(phases, d.Seconds(), trace.Phase(phase).String())
+	}
 	if s.FusionRoomBytes > 0 {
 		show(fill)
 	}

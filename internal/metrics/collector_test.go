@@ -46,6 +46,8 @@ func full() trace.Stats {
 		},
 		Negotiation: histogramOf(0, 5*time.Microsecond), Queued: histogramOf(7 * time.Microsecond),
 		FusedTensors: 161, FusedBytes: 64 << 20, FusionResponses: 2, FusionRoomBytes: 256 << 20, Steps: 6,
+		Phases: [...]time.Duration{5 * time.Second, time.Second, time.Second / 2,
+			3 * time.Second},
 		FusionThresholdBytes: 128 << 20,
 		CacheHits:            300, CacheMisses: 161, Refused: 3, Failed: 4, InFlight: 5,
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
@@ -189,6 +191,12 @@ hvd_fusion_responses_total 2
 # HELP hvd_fusion_tensors_total Tensors in executed responses of kinds that can be fused.
 # TYPE hvd_fusion_tensors_total counter
 hvd_fusion_tensors_total 161
+# HELP hvd_phase_seconds_total Wall time of the rank by phase: computing is without an operation in flight, communicating is while one is executed, queued is while one is granted but none executed, and waiting is the rest, for other ranks or for the negotiation. At any moment a rank is in one phase.
+# TYPE hvd_phase_seconds_total counter
+hvd_phase_seconds_total{phase="communicating"} 3
+hvd_phase_seconds_total{phase="computing"} 5
+hvd_phase_seconds_total{phase="queued"} 0.5
+hvd_phase_seconds_total{phase="waiting"} 1
 # HELP hvd_queue_depth Tensors that are submitted and not completed. A grouped allreduce counts as one tensor.
 # TYPE hvd_queue_depth gauge
 hvd_queue_depth 5

@@ -36,6 +36,8 @@ type Stats struct {
 	// Refused is the number of tensors that ended with an error of their own, for example because ranks
 	// disagreed. Failed is the number of tensors that ended because the job failed or was shut down.
 	Refused, Failed uint64
+	// Phases has for how long the rank was in each phase. At each moment it is in one phase.
+	Phases [NumPhases]time.Duration
 	// Steps is the number of training steps that the program has marked.
 	Steps uint64
 	// InFlight is the number of tensors that were submitted and have not ended.
@@ -51,6 +53,27 @@ type Stats struct {
 	Coordinator *Coordinator
 	// Tuning has the state of the search for settings. It is nil except at rank 0 of a job that tunes.
 	Tuning *Tuning
+}
+
+// Phase is what a rank does at a moment.
+type Phase uint8
+
+const (
+	// Computing is the phase of a rank without an operation in flight.
+	Computing Phase = iota
+	// Waiting is the phase in which an operation is in flight, but none is granted: the rank waits for other
+	// ranks, or for the negotiation.
+	Waiting
+	// Queued is the phase in which an operation is granted, but none is executed.
+	Queued
+	// Communicating is the phase in which an operation is executed.
+	Communicating
+	// NumPhases is the number of phases.
+	NumPhases
+)
+
+func (p Phase) String() string {
+	return [...]string{"computing", "waiting", "queued", "communicating"}[p]
 }
 
 // Tuning is the state of the search for settings.

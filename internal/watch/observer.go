@@ -58,6 +58,7 @@ type Observer struct {
 	tunes           bool            // whether the timeline of this rank shows changes of settings
 	tuning          *message.Tuning // the last change, or nil
 	counts          counts
+	phases          phases
 	offset          trace.Offset
 	aligned         bool            // whether offset is set
 	op              trace.Operation // scratch memory
@@ -126,7 +127,21 @@ func (o *Observer) Ended(w *exec.Work, err error) {
 		op.Records = append(op.Records, whole)
 	}
 	o.counts.add(op, g.Responses, err != nil, o.fusionThreshold)
+	if first := firstSubmitted(op.Records); first > 0 {
+		o.phases.operation(first, whole.Granted, whole.Begun, now)
+	}
 	o.record()
+}
+
+// firstSubmitted returns when the first of the tensors of an operation was submitted. It returns 0 if this
+// rank has submitted none.
+func firstSubmitted(records []trace.Record) (first time.Duration) {
+	for i := range records {
+		if at := records[i].Submitted; at > 0 && (first == 0 || at < first) {
+			first = at
+		}
+	}
+	return first
 }
 
 // textOf returns the text of an error, or "" if it is nil.
@@ -219,10 +234,12 @@ func (o *Observer) MarkStep(number uint64) {
 }
 
 // Abandoned counts tensors that have ended without a grant, because the epoch has ended or their process set
-// was removed.
-func (o *Observer) Abandoned(tensors int) {
+// was removed. submitted is when they were submitted.
+func (o *Observer) Abandoned(tensors int, submitted time.Duration) {
+	now := o.Since()
 	o.mu.Lock()
 	o.counts.Failed += uint64(tensors)
+	o.phases.operation(submitted, 0, 0, now)
 	o.mu.Unlock()
 }
 
@@ -250,6 +267,7 @@ func (o *Observer) MessageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, 
 	}
 	op.Records = append(op.Records[:0], r)
 	o.counts.addMessage(&r, err)
+	o.phases.operation(r.Submitted, r.Granted, r.Begun, now)
 	o.record()
 }
 
@@ -358,12 +376,18 @@ func (o *Observer) PendingMessage(me topo.Rank, set topo.ProcessSetID, m *p2p.Op
 	return p
 }
 
-// Stats returns the counters of the operations that have ended, the offset of the clock and the published
-// counters of the coordinator.
-func (o *Observer) Stats() trace.Stats {
+// Stats returns the counters of the operations that have ended, the phases until the time now, the offset of
+// the clock and the published counters of the coordinator. pending has the operations in flight, as they are
+// after the time now.
+func (o *Observer) Stats(now time.Duration, pending []trace.Record) trace.Stats {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	for i := range pending {
+		r := &pending[i]
+		o.phases.operation(r.Submitted, r.Granted, r.Begun, now)
+	}
 	st := o.counts.stats()
+	st.Phases = o.phases.until(now)
 	st.ClockOffset, st.ClockError, st.ClockKnown = o.offset.Offset, o.offset.Error, o.aligned
 	st.FusionThresholdBytes = o.fusionThreshold
 	st.Coordinator = o.published.Load()
