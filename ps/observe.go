@@ -135,6 +135,7 @@ func (p *postoffice) observe() {
 	process := p.process(p.van.ID())
 	t, err := timeline.Start(timeline.Config{Path: timeline.PathOf(set.Timeline, process), Rank: process,
 		Size: len(p.NodeIDs(AllGroup)), Host: set.Hostname, Epoch: 1, Clock: o.clock,
+		About:    timeline.About{Version: config.Version(), Command: os.Args, Settings: set.Chosen()},
 		MaxBytes: int64(set.TimelineMaxMiB) << 20, Log: p.log})
 	if err != nil {
 		p.log.Warn("ps: starting the timeline failed", zap.Error(err))
