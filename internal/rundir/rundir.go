@@ -7,7 +7,8 @@
 //  1. gohvd in XDG_RUNTIME_DIR;
 //  2. gohvd-UID in os.TempDir().
 //
-// A folder can be used if it belongs to this user and has the mode 0700. In a folder such as /tmp any user
+// A folder can be used if it belongs to this user and has the mode 0700. Folders finds the folders of other
+// processes of this user. In a folder such as /tmp any user
 // can take the name of the second one. If neither can be used, New makes a folder with a random name in
 // os.TempDir(). Other processes cannot compute its path. A process that tells them the path must do so over
 // an authenticated connection, or they must check that the files in the folder are what they look for.
@@ -56,25 +57,55 @@ type Dir struct {
 // runtimeFolder returns the path of the user's runtime folder, and makes the folder if it does not exist. The
 // parameter xdg is the value of XDG_RUNTIME_DIR, or "". If no runtime folder can be used, the error says why.
 func runtimeFolder(xdg string) (string, error) {
+	paths, err := runtimeFolders(xdg)
+	if err != nil {
+		return "", err
+	}
 	var unusable []error
-	if filepath.IsAbs(xdg) {
-		path := filepath.Join(xdg, "gohvd")
+	for _, path := range paths {
 		err := private(path)
 		if err == nil {
 			return path, nil
 		}
 		unusable = append(unusable, err)
 	}
-	temp, err := temporary()
-	if err != nil {
-		return "", err
-	}
-	path := filepath.Join(temp, "gohvd-"+strconv.Itoa(os.Geteuid()))
-	if err = private(path); err == nil {
-		return path, nil
-	}
 	return "", fmt.Errorf("no runtime folder can be used: %w; set TMPDIR or XDG_RUNTIME_DIR to a folder in which "+
-		"only this user can create files", errors.Join(append(unusable, err)...))
+		"only this user can create files", errors.Join(unusable...))
+}
+
+// runtimeFolders returns the paths that the user's runtime folder can have, the preferred one first.
+func runtimeFolders(xdg string) (paths []string, err error) {
+	if filepath.IsAbs(xdg) {
+		paths = append(paths, filepath.Join(xdg, "gohvd"))
+	}
+	temp, err := temporary()
+	return append(paths, filepath.Join(temp, "gohvd-"+strconv.Itoa(os.Geteuid()))), err
+}
+
+// Folders returns the folders that processes of this user have made with New and not closed, on this host. It
+// looks in each place where the runtime folder can be, because processes may have different environments. It
+// removes the folders of processes that have been killed. The parameter xdg is the value of XDG_RUNTIME_DIR,
+// or "".
+func Folders(xdg string) (folders []string, err error) {
+	paths, err := runtimeFolders(xdg)
+	if err != nil {
+		return nil, err
+	}
+	prefix, err := prefix()
+	if err != nil {
+		return nil, err
+	}
+	for _, path := range paths {
+		if private(path) != nil {
+			continue // other users can create files there
+		}
+		locked, err := sweep(path, prefix)
+		if err != nil {
+			return nil, err
+		}
+		folders = append(folders, locked...)
+	}
+	return folders, nil
 }
 
 // temporary returns the absolute path of the folder for temporary files. It makes the folder if it does not
@@ -138,7 +169,7 @@ func New(xdg string) (*Dir, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := sweep(shared, prefix); err != nil {
+	if _, err := sweep(shared, prefix); err != nil {
 		return nil, err
 	}
 	for range maxTries {
@@ -178,18 +209,18 @@ func create(shared, prefix string) (*Dir, error) {
 	return &Dir{path: path, fd: fd}, nil
 }
 
-// sweep removes the folders with the prefix whose processes have ended from the folder shared. It checks only
-// the first thousand names there. A folder that cannot be removed stays, because it does not disturb this
-// process.
-func sweep(shared, prefix string) error {
+// sweep removes the folders with the prefix whose processes have ended from the folder shared, and returns
+// those that it cannot lock, because their processes have not. It checks only the first thousand names there.
+// A folder that cannot be removed stays, because it does not disturb this process.
+func sweep(shared, prefix string) (locked []string, err error) {
 	d, err := os.Open(shared)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer d.Close()
 	entries, err := d.ReadDir(maxSwept)
 	if err != nil && !errors.Is(err, io.EOF) {
-		return err
+		return nil, err
 	}
 	for _, entry := range entries {
 		path := filepath.Join(shared, entry.Name())
@@ -202,10 +233,12 @@ func sweep(shared, prefix string) error {
 		}
 		if lock(fd) == nil {
 			_ = os.RemoveAll(path)
+		} else {
+			locked = append(locked, path)
 		}
 		_ = unix.Close(fd) // the error is ignored, because nothing was written
 	}
-	return nil
+	return locked, nil
 }
 
 func open(path string) (fd int, err error) {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -205,5 +206,42 @@ func TestRace(t *testing.T) {
 	wg.Wait()
 	if left, err := os.ReadDir(shared); err != nil || len(left) != 1 {
 		t.Errorf("got %v, %v in the runtime folder, want only the folder that is in use", left, err)
+	}
+}
+
+// Folders returns the folders of processes that live, from each place where they can be, and removes those of
+// processes that were killed.
+func TestFolders(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	xdg := t.TempDir()
+	other, kill := start(t) // it has no XDG_RUNTIME_DIR
+	own, err := rundir.New(xdg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := rundir.Folders(xdg)
+	if want := []string{own.Path(), other}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %q, %v, want %q", got, err, want)
+	}
+	kill()
+	if err := own.Close(); err != nil {
+		t.Error(err)
+	}
+	if got, err := rundir.Folders(xdg); err != nil || len(got) > 0 {
+		t.Errorf("got %q, %v, want none", got, err)
+	}
+	if _, err := os.Lstat(other); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("%s of a process that was killed: got %v, want that it does not exist", other, err)
+	}
+	if err := os.Chmod(filepath.Dir(own.Path()), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if own, err = rundir.New(""); err != nil {
+		t.Fatal(err)
+	}
+	defer own.Close()
+	if got, err := rundir.Folders(xdg); err != nil || !slices.Equal(got, []string{own.Path()}) {
+		t.Errorf("got %q, %v, want only %s, because other users can create files in the first folder", got, err,
+			own.Path())
 	}
 }
