@@ -338,8 +338,8 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 	}
 	for _, r := range members {
 		list := &t.missing
-		if v := views[r]; v == nil {
-			list = &t.silent
+		if v := views[r]; v == nil || v.NotShown > 0 && v.pending[t.tensorKey] == nil {
+			list = &t.silent // the tensor may be one of those that are not in the snapshot
 		} else if p := v.pending[t.tensorKey]; p != nil && p.Begun > 0 {
 			list = &t.inside
 		} else if p != nil && p.Granted > 0 {

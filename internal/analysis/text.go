@@ -41,11 +41,16 @@ func (f *Findings) Text() string {
 	list(&b, len(f.Waiting), shown, "tensors that ranks wait for", func(i int) {
 		f.writeWaiting(&b, &f.Waiting[i])
 	})
-	list(&b, len(f.Running), shown, "operations in progress", func(i int) { writeRunning(&b, &f.Running[i]) })
+	list(&b, len(f.Running), shown, "operations in progress", func(i int) {
+		fmt.Fprintln(&b, f.Running[i].Text())
+	})
 	if len(f.Ranks) > 0 && len(f.Waiting)+len(f.Running) == 0 {
 		b.WriteString("No rank that answered waits for an operation.\n")
 	}
-	f.writeSilent(&b)
+	silent := f.SilentText()
+	list(&b, len(silent), 2*shown, "reasons why ranks did not answer", func(i int) {
+		fmt.Fprintln(&b, silent[i])
+	})
 	if len(f.Stalls) > 0 {
 		b.WriteString("Stalls that the coordinator reports:\n")
 		list(&b, len(f.Stalls), shown, "stalls", func(i int) {
@@ -73,35 +78,46 @@ func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 	}
 }
 
-func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
+// Text returns a sentence that says which ranks have waited for which tensors, and which ranks have not
+// called them.
+func (w *Waiting) Text() string {
 	what := label(w.Kind, w.Names, w.NumNames, w.Set)
 	called := label(counterpart(w.Kind), w.Names, w.NumNames, w.Set)
 	join := w.Kind == message.Join
 	long := span(w.Longest)
-	var missing []int
-	for _, m := range w.Missing {
-		missing = append(missing, m.Rank)
-	}
+	missing := w.missing()
 	unknown := "" // the silent ranks as text, because the others may wait for them too
 	if len(w.Silent) > 0 {
 		unknown = fmt.Sprintf("; %s did not answer and may be missing too", topo.FormatRanks(w.Silent))
 	}
 	switch {
 	case len(missing) > 0 && join:
-		fmt.Fprintf(b, "%s %s joined%s, but %s not; the join has waited for %s%s.\n",
+		return fmt.Sprintf("%s %s joined%s, but %s not; the join has waited for %s%s.",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), ofSet(w.Set), topo.FormatRanks(missing)+" "+
 				have(missing), long, unknown)
 	case len(missing) > 0:
-		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s%s.\n",
+		return fmt.Sprintf("%s %s not called %s, for which %s %s waited for %s%s.",
 			capital(topo.FormatRanks(missing)), have(missing), called, topo.FormatRanks(w.Ranks),
 			have(w.Ranks), long, unknown)
 	case len(w.Silent) > 0:
-		fmt.Fprintf(b, "%s %s waited for %s for %s, perhaps because it was not called by %s, which did not answer.\n",
+		return fmt.Sprintf("%s %s waited for %s for %s, perhaps because it was not called by %s, which did not answer.",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
-	default:
-		fmt.Fprintf(b, "%s %s called %s, which has not been granted for %s: the grant is in progress, or other tensors of its group are missing.\n",
-			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long)
 	}
+	return fmt.Sprintf("%s %s called %s, which has not been granted for %s: the grant is in progress, or other tensors of its group are missing.",
+		capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long)
+}
+
+// missing returns the numbers of the ranks in w.Missing.
+func (w *Waiting) missing() (ranks []int) {
+	for _, m := range w.Missing {
+		ranks = append(ranks, m.Rank)
+	}
+	return ranks
+}
+
+func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
+	fmt.Fprintln(b, w.Text())
+	join := w.Kind == message.Join
 	list(b, len(w.Missing), shown, "ranks", func(i int) {
 		m := &w.Missing[i]
 		var times string
@@ -144,7 +160,8 @@ func counterpart(kind message.Kind) message.Kind {
 	return kind
 }
 
-func writeRunning(b *strings.Builder, r *Running) {
+// Text returns a sentence that says which ranks are executing the operation.
+func (r *Running) Text() string {
 	what := label(r.Kind, r.Names, r.NumNames, r.Set)
 	if r.Backend != message.NoBackend {
 		what += " (" + r.Backend.String() + ")"
@@ -164,11 +181,11 @@ func writeRunning(b *strings.Builder, r *Running) {
 	add(r.Queued, "%s: not started")
 	add(r.Waiting, "%s: not granted yet")
 	add(r.Ended, "%s: completed")
-	fmt.Fprintf(b, "%s.\n", capital(strings.Join(parts, "; ")))
+	return capital(strings.Join(parts, "; ")) + "."
 }
 
-// writeSilent writes one line for each reason why ranks did not answer. The line lists these ranks.
-func (f *Findings) writeSilent(b *strings.Builder) {
+// SilentText returns a sentence for each reason why ranks did not answer. The sentence lists these ranks.
+func (f *Findings) SilentText() (sentences []string) {
 	var whys []string
 	of := make(map[string][]int)
 	for _, s := range f.Silent {
@@ -177,14 +194,14 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 		}
 		of[s.Why] = append(of[s.Why], s.Rank)
 	}
-	list(b, len(whys), 2*shown, "reasons why ranks did not answer", func(i int) {
-		why := whys[i]
+	for _, why := range whys {
 		text := ""
 		if why != "" {
 			text = ": " + logs.Plain(why)
 		}
-		fmt.Fprintf(b, "%s did not answer%s.\n", capital(topo.FormatRanks(of[why])), text)
-	})
+		sentences = append(sentences, fmt.Sprintf("%s did not answer%s.", capital(topo.FormatRanks(of[why])), text))
+	}
+	return sentences
 }
 
 // Describe returns a clause that says what the rank is doing.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -66,6 +67,10 @@ type About struct {
 	Offset trace.Offset
 	// Pending has the operations that have not ended at the rank, the oldest first.
 	Pending []trace.Record
+	// MaxOperations and MaxPending limit the number of operations in the dump that have ended, the most
+	// recent ones, and that are pending, the oldest ones. 0 means all that the recorder has, and as many
+	// pending operations as a dump can have.
+	MaxOperations, MaxPending int
 	// Sets maps process sets other than 0 to their members, in ascending order. If a set is missing, the
 	// ranks that have operations in the set count as its members.
 	Sets map[topo.ProcessSetID][]topo.Rank
@@ -77,7 +82,8 @@ type About struct {
 // Dump returns a snapshot that has the recorded operations and the content of about. For 10,000 operations it
 // takes a few milliseconds and 2 MB. It blocks Record only while it copies the slots.
 func (r *Recorder) Dump(about About) *analysis.Snapshot {
-	slots, total := r.copy()
+	slots, total := r.copy(cmp.Or(about.MaxOperations, math.MaxInt))
+	mostPending := min(cmp.Or(about.MaxPending, maxPending), maxPending)
 	d := &analysis.Snapshot{
 		Format: format, Version: cut(about.Version, maxNameBytes), Why: cut(about.Why, maxTextBytes),
 		Rank: about.Rank, Size: about.Size, Host: cut(about.Host, maxNameBytes), PID: about.PID,
@@ -86,7 +92,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 		Start: about.Clock.Start.Round(0), Domain: cut(about.Clock.Domain, maxNameBytes),
 		Monotonic: about.Clock.Monotonic,
 		Measured:  about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
-		Recorded: total, Operations: slots, NotShown: max(len(about.Pending)-maxPending, 0),
+		Recorded: total, Operations: slots, NotShown: max(len(about.Pending)-mostPending, 0),
 	}
 	for _, text := range about.Stalls {
 		d.Stalls = append(d.Stalls, cut(text, maxTextBytes))

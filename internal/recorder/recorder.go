@@ -48,15 +48,17 @@ func (r *Recorder) Record(op *trace.Operation) {
 	r.total += uint64(len(op.Records))
 }
 
-// copy returns a copy of the filled slots, the oldest first, and the number of records so far.
-func (r *Recorder) copy() (slots []trace.Record, total uint64) {
+// copy returns a copy of the most recent slots, the oldest first, and the number of records so far. most is
+// the maximum number of slots.
+func (r *Recorder) copy(most int) (slots []trace.Record, total uint64) {
 	if r == nil {
 		return []trace.Record{}, 0
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.total > uint64(len(r.slots)) {
-		return slices.Concat(r.slots[r.at:], r.slots[:r.at]), r.total
+	n := int(min(r.total, uint64(len(r.slots)), uint64(most)))
+	if n <= r.at {
+		return slices.Clone(r.slots[r.at-n : r.at]), r.total
 	}
-	return slices.Clone(r.slots[:r.total]), r.total
+	return slices.Concat(r.slots[len(r.slots)-(n-r.at):], r.slots[:r.at]), r.total
 }

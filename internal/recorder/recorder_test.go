@@ -76,6 +76,11 @@ func TestOldestGoesFirst(t *testing.T) {
 		if !slices.Equal(got, want) || d.Recorded != 61 {
 			t.Errorf("of %d got %q, want %q", d.Recorded, got, want)
 		}
+		few := r.Dump(About{Size: 1, MaxOperations: 2})
+		if want := d.Operations[max(len(d.Operations)-2, 0):]; few.Recorded != 61 ||
+			!reflect.DeepEqual(few.Operations, want) {
+			t.Errorf("with at most 2, of %d got %+v, want %+v", few.Recorded, few.Operations, want)
+		}
 	}
 }
 

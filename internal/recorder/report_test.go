@@ -366,3 +366,21 @@ func TestBlame(t *testing.T) {
 		}
 	}
 }
+
+// A rank whose dump does not have all of its pending operations may wait for a tensor that the dump lacks. So
+// it is not said that the rank has not called the operation.
+func TestPendingThatAreNotShown(t *testing.T) {
+	all := job(2)
+	all[0].waits(5*time.Second, "grad/0", "grad/1")
+	all[1].waits(5*time.Second, "grad/0", "grad/1")
+	all[1].MaxPending = 1
+	f := analysis.Analyse([]*analysis.Snapshot{all[0].Dump(all[0].About), all[1].Dump(all[1].About)}, 2, nil)
+	for _, w := range f.Waiting {
+		if len(w.Missing) > 0 {
+			t.Errorf("got %q, want no missing rank", w.Text())
+		}
+	}
+	if len(f.Waiting) != 2 || !slices.Equal(f.Waiting[0].Silent, []int{1}) {
+		t.Errorf("got %+v, want that rank 1 may be missing at grad/1", f.Waiting)
+	}
+}
