@@ -32,31 +32,43 @@ const (
 // which other nodes, and which ones were late.
 type NodeFindings struct {
 	up    time.Duration // of the job
-	roles [][]*nodeLine
+	roles [][]*NodeTotals
 	waits []trace.NodeWait
 }
 
-// nodeLine has the statistics of a node.
-type nodeLine struct {
-	name           string
-	returned       bool
-	requests       uint64        // pushes and pulls that the node has made or handled
-	time           time.Duration // sum of their times
-	responses      uint64        // of a server to workers
-	response       time.Duration // sum of the times that the workers waited for them
-	sent, received uint64
-	resent         uint64
-	heldUp         time.Duration
+// NodeTotals has the statistics of a node since its start.
+type NodeTotals struct {
+	Name     string
+	Returned bool // the node has taken the place of one that has ended
+	// Requests is the number of pushes and pulls that the node has made or handled, and Time the sum of their
+	// times.
+	Requests uint64
+	Time     time.Duration
+	// Responses is the number of responses of a server to workers, and Response the sum of the times that the
+	// workers waited for them.
+	Responses uint64
+	Response  time.Duration
+	// Sent and Received are numbers of bytes. Resent is the number of messages that were sent again.
+	Sent, Received uint64
+	Resent         uint64
+	// HeldUp is how long others have waited only for the node.
+	HeldUp time.Duration
 }
+
+// Waits returns which nodes wait for which nodes.
+func (f *NodeFindings) Waits() []trace.NodeWait { return f.waits }
+
+// Nodes returns the statistics of all nodes.
+func (f *NodeFindings) Nodes() []*NodeTotals { return slices.Concat(f.roles...) }
 
 // AnalyseNodes compares the states of nodes. Nodes of one role follow each other.
 func AnalyseNodes(nodes []*trace.Node) *NodeFindings {
 	f, role := new(NodeFindings), ""
-	lines := make(map[string]*nodeLine)
+	lines := make(map[string]*NodeTotals)
 	for _, n := range nodes {
 		f.up = max(f.up, n.Up)
 		f.waits = append(f.waits, n.Waits...)
-		l := &nodeLine{name: n.Name, returned: n.Returned}
+		l := &NodeTotals{Name: n.Name, Returned: n.Returned}
 		lines[n.Name] = l
 		if len(f.roles) == 0 || n.Role != role {
 			f.roles, role = append(f.roles, nil), n.Role
@@ -65,20 +77,20 @@ func AnalyseNodes(nodes []*trace.Node) *NodeFindings {
 		*last = append(*last, l)
 		for i := range n.Operations {
 			d := &n.Operations[i].Durations
-			l.requests += d.Count()
-			l.time += d.Sum
+			l.Requests += d.Count()
+			l.Time += d.Sum
 		}
 		for i := range n.Peers {
 			p := &n.Peers[i]
-			l.sent, l.received, l.resent = l.sent+p.SentBytes, l.received+p.ReceivedBytes, l.resent+p.Resent
+			l.Sent, l.Received, l.Resent = l.Sent+p.SentBytes, l.Received+p.ReceivedBytes, l.Resent+p.Resent
 		}
 	}
 	for _, n := range nodes {
 		for i := range n.Peers {
 			p := &n.Peers[i]
 			if l := lines[p.Name]; l != nil {
-				l.responses, l.response = l.responses+p.Responses, l.response+p.ResponseTime
-				l.heldUp += p.HeldUp
+				l.Responses, l.Response = l.Responses+p.Responses, l.Response+p.ResponseTime
+				l.HeldUp += p.HeldUp
 			}
 		}
 	}
@@ -89,34 +101,34 @@ func AnalyseNodes(nodes []*trace.Node) *NodeFindings {
 func mean(sum time.Duration, n uint64) time.Duration { return short(sum / time.Duration(max(n, 1))) }
 
 // bytes returns the mean size of a request and its response.
-func (l *nodeLine) bytes() uint64 { return (l.sent + l.received) / max(l.requests, 1) }
+func (l *NodeTotals) bytes() uint64 { return (l.Sent + l.Received) / max(l.Requests, 1) }
 
 // lateness returns in which ways the node was late, compared with the other nodes of its role. up is the time
 // of the job.
-func (l *nodeLine) lateness(role []*nodeLine, up time.Duration) (late []string) {
-	var rest nodeLine
+func (l *NodeTotals) lateness(role []*NodeTotals, up time.Duration) (late []string) {
+	var rest NodeTotals
 	for _, o := range role {
 		if o != l {
-			rest.requests, rest.time = rest.requests+o.requests, rest.time+o.time
-			rest.responses, rest.response = rest.responses+o.responses, rest.response+o.response
-			rest.sent, rest.received = rest.sent+o.sent, rest.received+o.received
+			rest.Requests, rest.Time = rest.Requests+o.Requests, rest.Time+o.Time
+			rest.Responses, rest.Response = rest.Responses+o.Responses, rest.Response+o.Response
+			rest.Sent, rest.Received = rest.Sent+o.Sent, rest.Received+o.Received
 		}
 	}
-	own, others := mean(l.response, l.responses), mean(rest.response, rest.responses)
+	own, others := mean(l.Response, l.Responses), mean(rest.Response, rest.Responses)
 	larger := max(1, float64(l.bytes())/float64(max(rest.bytes(), 1)))
-	if rest.responses > 0 && own-others >= lateTime && float64(own) >= lateFactor*larger*float64(others) {
+	if rest.Responses > 0 && own-others >= lateTime && float64(own) >= lateFactor*larger*float64(others) {
 		late = append(late, fmt.Sprintf("workers waited %v for its responses on average, and %v for those of other "+
 			"servers (it handled a request in %v, they in %v; a request and its response had %s, theirs %s; it sent "+
-			"%d messages again)", own, others, mean(l.time, l.requests), mean(rest.time, rest.requests),
-			size(l.bytes()), size(rest.bytes()), l.resent))
+			"%d messages again)", own, others, mean(l.Time, l.Requests), mean(rest.Time, rest.Requests),
+			size(l.bytes()), size(rest.bytes()), l.Resent))
 	}
-	if l.heldUp < leastHeld || !(Span{Time: up}).Long(l.heldUp) {
+	if l.HeldUp < leastHeld || !(Span{Time: up}).Long(l.HeldUp) {
 		return late
 	}
-	text := fmt.Sprintf("others waited %v only for it, in barriers or in Clock", short(l.heldUp))
-	if rest.requests > 0 && l.requests > 0 && l.responses == 0 {
+	text := fmt.Sprintf("others waited %v only for it, in barriers or in Clock", short(l.HeldUp))
+	if rest.Requests > 0 && l.Requests > 0 && l.Responses == 0 {
 		text += fmt.Sprintf(" (its pushes and pulls took %v on average, those of other workers %v)",
-			mean(l.time, l.requests), mean(rest.time, rest.requests))
+			mean(l.Time, l.Requests), mean(rest.Time, rest.Requests))
 	}
 	return append(late, text)
 }
@@ -129,17 +141,12 @@ func (f *NodeFindings) Text() string {
 		if w.Time < leastWait {
 			continue
 		}
-		have := "has"
-		if len(w.Waiting) > 1 {
-			have = "have"
-		}
-		fmt.Fprintf(&b, "%s: %s %s waited %s for %s.\n", capital(logs.Plain(w.What)), listed(w.Waiting), have,
-			short(w.Time), listed(w.Missing))
+		fmt.Fprintln(&b, NodeWaitText(&w))
 	}
 	for _, role := range f.roles {
 		for _, l := range role {
 			for _, text := range l.lateness(role, f.up) {
-				fmt.Fprintf(&b, "%s was late: %s.\n", capital(l.name), text)
+				fmt.Fprintf(&b, "%s was late: %s.\n", capital(l.Name), text)
 			}
 		}
 	}
@@ -147,13 +154,13 @@ func (f *NodeFindings) Text() string {
 	fmt.Fprintln(columns, "node\trequests\tmean time\tresponse\treceived\tsent\tsent again\theld up others")
 	for _, role := range f.roles {
 		for _, l := range longest(role) {
-			name := l.name
-			if l.returned {
+			name := l.Name
+			if l.Returned {
 				name += " (restarted)"
 			}
-			fmt.Fprintf(columns, "%s\t%d\t%s\t%s\t%s\t%s\t%d\t%s\n", name, l.requests,
-				cell(mean(l.time, l.requests)), cell(mean(l.response, l.responses)), size(l.received),
-				size(l.sent), l.resent, cell(short(l.heldUp)))
+			fmt.Fprintf(columns, "%s\t%d\t%s\t%s\t%s\t%s\t%d\t%s\n", name, l.Requests,
+				cell(mean(l.Time, l.Requests)), cell(mean(l.Response, l.Responses)), size(l.Received),
+				size(l.Sent), l.Resent, cell(short(l.HeldUp)))
 		}
 		if more := len(role) - maxNodeLines; more > 0 {
 			fmt.Fprintf(columns, "... and %d more\n", more)
@@ -163,15 +170,25 @@ func (f *NodeFindings) Text() string {
 	return b.String()
 }
 
+// NodeWaitText returns a sentence that says which nodes wait for which nodes.
+func NodeWaitText(w *trace.NodeWait) string {
+	have := "has"
+	if len(w.Waiting) > 1 {
+		have = "have"
+	}
+	return fmt.Sprintf("%s: %s %s waited %s for %s.", capital(logs.Plain(w.What)), listed(w.Waiting), have,
+		short(w.Time), listed(w.Missing))
+}
+
 // longest returns the nodes of a role that a report shows: of too many, those that took longest.
-func longest(role []*nodeLine) []*nodeLine {
+func longest(role []*NodeTotals) []*NodeTotals {
 	if len(role) <= maxNodeLines {
 		return role
 	}
 	role = slices.Clone(role)
-	slices.SortStableFunc(role, func(a, b *nodeLine) int {
-		return cmp.Or(cmp.Compare(b.heldUp, a.heldUp), cmp.Compare(b.response, a.response),
-			cmp.Compare(b.time, a.time))
+	slices.SortStableFunc(role, func(a, b *NodeTotals) int {
+		return cmp.Or(cmp.Compare(b.HeldUp, a.HeldUp), cmp.Compare(b.Response, a.Response),
+			cmp.Compare(b.Time, a.Time))
 	})
 	return role[:maxNodeLines]
 }

@@ -9,31 +9,31 @@ import (
 // TestNodeLateness checks from which times on a node is late.
 func TestNodeLateness(t *testing.T) {
 	const up = 20 * time.Second
-	server := func(response time.Duration, bytes uint64) *nodeLine {
-		return &nodeLine{requests: 1, responses: 1, response: response, sent: bytes}
+	server := func(response time.Duration, bytes uint64) *NodeTotals {
+		return &NodeTotals{Requests: 1, Responses: 1, Response: response, Sent: bytes}
 	}
-	worker := func(heldUp time.Duration) *nodeLine { return &nodeLine{requests: 1, heldUp: heldUp} }
+	worker := func(heldUp time.Duration) *NodeTotals { return &NodeTotals{Requests: 1, HeldUp: heldUp} }
 	for _, c := range []struct {
 		name   string
-		node   *nodeLine
-		others []*nodeLine
+		node   *NodeTotals
+		others []*NodeTotals
 		late   bool
 	}{
-		{"twice", server(2*time.Second, 10), []*nodeLine{server(time.Second, 10)}, true},
-		{"less than twice", server(2*time.Second-time.Millisecond*10, 10), []*nodeLine{server(time.Second, 10)}, false},
-		{"three times the size", server(2*time.Second, 30), []*nodeLine{server(time.Second, 10)}, false},
-		{"six times for three times the size", server(6*time.Second, 30), []*nodeLine{server(time.Second, 10)}, true},
-		{"a third of the size", server(time.Second, 10), []*nodeLine{server(700*time.Millisecond, 30)}, false},
-		{"lateTime", server(lateTime+time.Microsecond, 10), []*nodeLine{server(time.Microsecond, 10)}, true},
-		{"less than lateTime", server(lateTime, 10), []*nodeLine{server(time.Microsecond, 10)}, false},
+		{"twice", server(2*time.Second, 10), []*NodeTotals{server(time.Second, 10)}, true},
+		{"less than twice", server(2*time.Second-time.Millisecond*10, 10), []*NodeTotals{server(time.Second, 10)}, false},
+		{"three times the size", server(2*time.Second, 30), []*NodeTotals{server(time.Second, 10)}, false},
+		{"six times for three times the size", server(6*time.Second, 30), []*NodeTotals{server(time.Second, 10)}, true},
+		{"a third of the size", server(time.Second, 10), []*NodeTotals{server(700*time.Millisecond, 30)}, false},
+		{"lateTime", server(lateTime+time.Microsecond, 10), []*NodeTotals{server(time.Microsecond, 10)}, true},
+		{"less than lateTime", server(lateTime, 10), []*NodeTotals{server(time.Microsecond, 10)}, false},
 		{"the mean of others", server(2*time.Second, 10),
-			[]*nodeLine{server(time.Second, 10), server(2*time.Second, 10)}, false},
+			[]*NodeTotals{server(time.Second, 10), server(2*time.Second, 10)}, false},
 		{"the only one", server(time.Hour, 10), nil, false},
-		{"share", worker(time.Second), []*nodeLine{worker(0)}, true},
-		{"less than the share", worker(time.Second - 1), []*nodeLine{worker(0)}, false},
+		{"share", worker(time.Second), []*NodeTotals{worker(0)}, true},
+		{"less than the share", worker(time.Second - 1), []*NodeTotals{worker(0)}, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got := c.node.lateness(slices.Concat([]*nodeLine{c.node}, c.others), up)
+			got := c.node.lateness(slices.Concat([]*NodeTotals{c.node}, c.others), up)
 			if (len(got) > 0) != c.late {
 				t.Errorf("got %q, want late: %v", got, c.late)
 			}

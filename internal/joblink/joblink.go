@@ -45,6 +45,8 @@ const (
 	Dump = "dump"
 	// Metrics asks for the rank's counters.
 	Metrics = "metrics"
+	// State asks for the rank's state, which is small enough to be asked for each second.
+	State = "state"
 	// Node asks a node of a parameter server for its state. A node also sends it as a report, at its end and
 	// when it sees another node fail.
 	Node = "node"

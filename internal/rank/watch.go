@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -195,6 +196,8 @@ func (r *Watch) answer() {
 			return text
 		case joblink.Dump:
 			return r.encode(r.Dump("requested by the launcher"))
+		case joblink.State:
+			return r.state()
 		}
 		return nil
 	})
@@ -203,31 +206,56 @@ func (r *Watch) answer() {
 	}
 }
 
+// state returns the state of the rank in the encoding for the launcher.
+func (r *Watch) state() []byte {
+	about := r.about("requested by the launcher")
+	about.MaxOperations, about.MaxPending = live.MaxOperations, live.MaxPending(r.cfg.Size)
+	stats := r.Stats()
+	s := live.NewRank(r.recorder.Dump(about), &stats)
+	r.mu.Lock()
+	for _, w := range r.reported {
+		s.Stalls = append(s.Stalls, live.Stall{Stall: w.Cut(), Ago: time.Since(w.at)})
+	}
+	r.mu.Unlock()
+	text, err := s.Encode()
+	if err != nil {
+		r.cfg.Log.Warn("encoding the state for the launcher failed", zap.Error(err))
+	}
+	return text
+}
+
 // Dump returns the operations for which the rank waits. If the flight recorder is on, it also returns the
 // rank's last operations. why is the reason for the dump.
 func (r *Watch) Dump(why string) *analysis.Snapshot {
+	about := r.about(why)
 	r.mu.Lock()
-	e := r.engine
-	var stalls []string
 	for _, s := range r.reported {
 		// While a tensor waits, the engine repeats its report within this time. So a tensor with an older
 		// report does not wait anymore.
 		if time.Since(s.at) < 2*r.cfg.Settings.StallWarning {
-			stalls = append(stalls, s.Text)
+			about.Stalls = append(about.Stalls, s.Text)
 		}
 	}
+	r.mu.Unlock()
+	return r.recorder.Dump(about)
+}
+
+// about returns what a dump has in addition to the recorded operations, without the stalls.
+func (r *Watch) about(why string) recorder.About {
+	r.mu.Lock()
+	e := r.engine
 	r.mu.Unlock()
 	about := recorder.About{
 		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch,
 		Version: config.Version(),
-		Why:     why, Now: time.Now(), Sets: r.cfg.Sets(), Stalls: stalls,
+		Why:     why, Now: time.Now(), Sets: r.cfg.Sets(),
 	}
 	if e != nil {
 		about.Clock, about.Pending = e.Clock(), e.Pending()
 		about.At = time.Since(about.Clock.Start)
 		about.Offset, _ = e.Offset()
 	}
-	return r.recorder.Dump(about)
+	return about
 }
 
 // encode returns a dump in the encoding for the launcher. If the encoding fails, it returns nil.

@@ -209,10 +209,15 @@ type Stall struct {
 	Text string `json:"text"`
 }
 
+// Cut returns the stall with texts that are shortened as those of a dump are.
+func (s Stall) Cut() Stall {
+	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
+	return s
+}
+
 // EncodeStall encodes a stall as JSON and shortens its texts if they are too long.
 func EncodeStall(s Stall) ([]byte, error) {
-	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
-	text, err := json.Marshal(s)
+	text, err := json.Marshal(s.Cut())
 	if err != nil {
 		return nil, fmt.Errorf("recorder: encode a stall: %w", err)
 	}

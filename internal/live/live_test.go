@@ -1,0 +1,187 @@
+package live_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/trace"
+)
+
+// job returns a job of ranks in which rank 2 has not called the allreduce of tensor w, for which the others
+// have waited for 12 s. Rank 3 does not answer. The last warning about a stall of the tensor called stalled
+// was ago.
+func job(t *testing.T, stalled string, ago time.Duration) *live.Job {
+	t.Helper()
+	ranks := make(map[int]*live.Rank)
+	for r := range 3 {
+		about := recorder.About{Rank: r, Size: 4, Host: "h", PID: 100 + r, Epoch: 1, At: 20 * time.Second}
+		if r != 2 {
+			about.Pending = []trace.Record{{Kind: message.Allreduce, Name: "w", Submitted: 8 * time.Second}}
+		}
+		st := &trace.Stats{InFlight: len(about.Pending), Refused: 1, Failed: 1,
+			Moved:      []trace.Moved{{Bytes: 3}, {Bytes: 4}},
+			Operations: []trace.Operations{{Tensors: 5}, {Tensors: 6}}}
+		st.Operations[0].Durations.Add(time.Second)
+		if r == 0 {
+			st.Coordinator = &trace.Coordinator{Late: []trace.HeldUp{{Rank: 0}, {Rank: 1, Held: time.Second},
+				{Rank: 2, Held: 4 * time.Second}, {Rank: 3}}}
+		}
+		k := live.NewRank(recorder.New(8).Dump(about), st)
+		if r == 0 {
+			k.Stalls = []live.Stall{{Stall: recorder.Stall{Name: stalled}, Ago: ago}}
+		}
+		text, err := k.Encode()
+		if err == nil {
+			ranks[r], err = live.DecodeRank(text)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	hosts, known := []string{"h", "h", "h", "i"}, []string{"", "", "", "process 103 is stopped by a signal"}
+	return live.OfRanks(live.About{What: live.Ranks, Size: 4}, time.Unix(100, 0), ranks, hosts, known)
+}
+
+func TestJobOfRanks(t *testing.T) {
+	j := job(t, "w", time.Second)
+	counters := live.Counters{Operations: 1, Tensors: 11, Bytes: 7, Failed: 2, Pending: 1}
+	want := live.Process{Name: "rank 1", Rank: 1, Host: "h", Answered: true, PID: 101, Epoch: 1,
+		Up: 20 * time.Second, Counters: counters, Held: time.Second, HeldUp: 4 * time.Second}
+	if got := j.Processes[1]; got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+	want = live.Process{Name: "rank 3", Rank: 3, Host: "i", Known: "process 103 is stopped by a signal",
+		HeldUp: 5 * time.Second}
+	if got := j.Processes[3]; got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+}
+
+// A wait is a stall if the warning came while it lasted. An old warning about the same name is of another
+// wait.
+func TestProblems(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		ago     time.Duration
+		stalled bool
+	}{{"w", time.Second, true}, {"w", 13 * time.Second, false}, {"x", time.Second, false}} {
+		got := job(t, c.name, c.ago).Problems
+		if len(got) != 2 || got[0].Stalled != c.stalled || !slices.Equal(got[0].Missing, []int{3, 2}) ||
+			!strings.HasPrefix(got[0].Text, `Rank 2 has not called allreduce "w", for which ranks 0 and 1 have waited for 12.0 s`) {
+			t.Errorf("with a warning about %s %v ago: got %+v", c.name, c.ago, got)
+		}
+		if want := "Rank 3 did not answer: process 103 is stopped by a signal."; got[1].Text != want {
+			t.Errorf("got %q, want %q", got[1].Text, want)
+		}
+	}
+}
+
+// The rates are those of the time between two states. A process that did not answer, or was started again,
+// has none.
+func TestSince(t *testing.T) {
+	before, now := job(t, "", 0), job(t, "", 0)
+	for i := range 3 {
+		p := &now.Processes[i]
+		p.Up, p.Operations, p.Bytes = p.Up+2*time.Second, p.Operations+100, p.Bytes+1000
+	}
+	now.Processes[2].Held += time.Second
+	now.Processes[1].HeldUp += time.Second
+	now.Processes[1].PID++
+	got := now.Since(before)
+	want := []live.Rates{{Operations: 50, Bytes: 500}, {HeldUp: 0.5},
+		{Operations: 50, Bytes: 500, Held: 0.5}, {}}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+	if suspects := now.Suspects(got, 2*time.Second); !slices.Equal(suspects, []int{2}) {
+		t.Errorf("got the suspects %v, want 2", suspects)
+	}
+	if got := now.Since(nil); len(got) != 4 || got[0] != (live.Rates{}) {
+		t.Errorf("without an earlier state: got %+v", got)
+	}
+}
+
+func TestJobOfNodes(t *testing.T) {
+	nodes := map[int]*trace.Node{
+		0: {Name: "scheduler", Role: "scheduler", Up: time.Minute,
+			Peers: []trace.Peer{{Name: "worker 1", HeldUp: 9 * time.Second}},
+			Waits: []trace.NodeWait{{What: "barrier of group 4", Time: 3 * time.Second,
+				Waiting: []string{"worker 0"}, Missing: []string{"worker 1"}}, {What: "barrier of group 7",
+				Time: time.Hour, Waiting: []string{"server 0"}, Missing: []string{"worker 0", "worker 1"}}}},
+		2: {Name: "worker 0", Role: "worker", Up: time.Minute,
+			Peers: []trace.Peer{{Name: "server 0", Waiting: 2, SentBytes: 5, ReceivedBytes: 6, Resent: 1}}},
+		3: {Name: "worker 1", Role: "worker", Up: time.Minute},
+	}
+	j := live.OfNodes(live.About{What: live.Nodes, Size: 4}, time.Unix(100, 0), nodes,
+		[]string{"scheduler", "server 0", "worker 0", "worker 1"}, []string{"a", "b", "c", "d"},
+		[]string{"", "process 7 has just ended"})
+	want := live.Process{Name: "worker 0", Rank: 2, Host: "c", Answered: true, Up: time.Minute,
+		Counters: live.Counters{Bytes: 11, Failed: 1, Pending: 2}, HeldUp: 9 * time.Second}
+	if got := j.Processes[2]; got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+	problems := []live.Problem{
+		{Text: "The server 0 did not answer: process 7 has just ended.", Missing: []int{1}},
+		{Text: "Barrier of group 4: worker 0 has waited 3s for worker 1.", Missing: []int{3}}}
+	if !reflect.DeepEqual(j.Problems, problems) {
+		t.Errorf("got %+v, want %+v", j.Problems, problems)
+	}
+}
+
+func TestMaxPending(t *testing.T) {
+	for size, want := range map[int]int{0: 1024, 1: 1024, 64: 1024, 256: 256, 4096: 64} {
+		if got := live.MaxPending(size); got != want {
+			t.Errorf("%d ranks: got %d, want %d", size, got, want)
+		}
+	}
+}
+
+// FuzzDecode checks that what can be decoded is the same after it was encoded and decoded again.
+func FuzzDecode(f *testing.F) {
+	k := &live.Rank{Snapshot: &analysis.Snapshot{Host: "h"}, HeldUp: []trace.HeldUp{{Rank: 1, Held: 2}},
+		Stalls: []live.Stall{{Stall: recorder.Stall{Name: "x"}, Ago: 3}}}
+	j := &live.Job{About: live.About{Command: []string{"a"}}, Processes: []live.Process{{Name: "rank 0"}},
+		Problems: []live.Problem{{Text: "x", Missing: []int{1}}}, End: &live.End{Status: 1}}
+	for _, v := range []any{k, j, &j.About} {
+		text, err := json.Marshal(v)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		if k, err := live.DecodeRank(text); err == nil {
+			stable(t, k, live.DecodeRank)
+		}
+		if j, err := live.DecodeJob(text); err == nil {
+			stable(t, j, live.DecodeJob)
+		}
+		if a, err := live.DecodeAbout(text); err == nil {
+			stable(t, a, live.DecodeAbout)
+		}
+	})
+}
+
+func stable[T any](t *testing.T, v *T, decode func([]byte) (*T, error)) {
+	first, err := json.Marshal(v)
+	if err != nil {
+		t.Skip(err) // for example a time with a year that JSON cannot have
+	}
+	again, err := decode(first)
+	if err != nil {
+		t.Fatalf("%s: %v", first, err)
+	}
+	second, err := json.Marshal(again)
+	if err != nil || !bytes.Equal(first, second) {
+		t.Errorf("got %s, %v, want %s", second, err, first)
+	}
+}
