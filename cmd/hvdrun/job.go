@@ -125,7 +125,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		}
 		defer release()
 	}
+	finish := r.serveLive(j, reports, options.Inquiry)
 	result, err := launch.Run(context.Background(), options)
+	finish(endOf(result, err, j.nodes))
 	r.status = result.Status
 	return r.where.explain(err)
 }

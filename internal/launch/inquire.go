@@ -12,8 +12,8 @@ import (
 const quitRepeat = 5 * time.Second
 
 // Inquiry holds functions that find out what the ranks are doing. The launcher itself sees only that their
-// processes are alive, which is also the case if they hang. Each function is called in a goroutine of its
-// own, one call at a time. The launcher prints the texts that the functions return on Options.Stderr.
+// processes are alive, which is also the case if they hang. Survey and Epilogue are called in a goroutine of
+// their own, one call at a time. The launcher prints the texts that the functions return on Options.Stderr.
 type Inquiry struct {
 	// Survey asks the ranks what they are doing and returns a text about it. The parameter why is the reason
 	// for the survey. known[r] is a clause that says what the launcher knows about the process of rank r.
@@ -22,6 +22,9 @@ type Inquiry struct {
 	// Alarms delivers reasons for surveys. SIGQUIT starts a survey too, unless it is the second SIGQUIT
 	// within 5 s. A reason that arrives during a survey is dropped.
 	Alarms <-chan string
+	// Looks delivers functions that get what the launcher knows about the processes, in the form of the
+	// parameter known of Survey. The supervisor's goroutine calls them, so they must not block.
+	Looks <-chan func(known []string)
 	// Epilogue returns a text that is printed at the end, after the report of a failure if failed is set. It
 	// is called when all ranks have ended, unless a signal or ctx has ended the job, and must return soon.
 	// known has the same meaning as in Survey. culprits holds the ranks that the verdict of the survivors
@@ -67,6 +70,14 @@ func (j *job) alarms() <-chan string {
 		return nil
 	}
 	return j.o.Inquiry.Alarms
+}
+
+// looks returns the channel of functions that get what is known about the processes, or nil.
+func (j *job) looks() <-chan func(known []string) {
+	if j.o.Inquiry == nil {
+		return nil
+	}
+	return j.o.Inquiry.Looks
 }
 
 // known returns a clause for each rank that says what the launcher knows about its process. It returns nil

@@ -153,6 +153,8 @@ func (j *job) supervise(ctx context.Context) {
 			}
 		case why := <-j.alarms():
 			j.survey(why)
+		case look := <-j.looks():
+			look(j.known())
 		case <-j.surveyed:
 			j.surveying = false
 		case <-j.o.Failed:

@@ -1,0 +1,328 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/rundir"
+)
+
+// Each hvdrun serves the state of its job on a Unix socket in a folder of package rundir. The folder has the
+// mode 0700 and belongs to the user, so the kernel lets only this user and root connect. The server needs no
+// SO_PEERCRED therefore, and the client knows that a process of its own user has made the socket. The server
+// speaks HTTP: /about says which job it is, and /states is a stream of states.
+const (
+	// socketName is the name of the socket in the folder of hvdrun's process.
+	socketName = "job"
+	// lookTime is how long processes may take to answer. With the interval of hvdrun top, 1 s, a stall is on
+	// the screen 2 s after its warning, even if some ranks do not answer.
+	lookTime = 700 * time.Millisecond
+	// shared is how long a state is used for other readers, too.
+	shared = 100 * time.Millisecond
+	// leastInterval and mostInterval limit the time between two states of a stream.
+	leastInterval = 100 * time.Millisecond
+	mostInterval  = time.Hour
+	// readerTime is how long a reader may take to read a state. If it takes longer, for example because it
+	// was stopped, it must connect again.
+	readerTime = 10 * time.Second
+	// maxReaders is the maximum number of streams.
+	maxReaders = 16
+	// endTime is how long the end of hvdrun waits until readers have received the end of the job.
+	endTime = 250 * time.Millisecond
+	// everyParameter is the name of the parameter with the time between two states, in milliseconds.
+	everyParameter = "every_ms"
+	// aboutPath and statesPath are the paths of the two resources.
+	aboutPath  = "/about"
+	statesPath = "/states"
+)
+
+// liveJob serves the state of a job to readers. It asks the processes only while there is a reader.
+type liveJob struct {
+	about   live.About
+	nodes   *launch.Nodes // nil in a job of ranks
+	elastic bool
+	hosts   []string
+	reports *reporter
+	looks   chan func(known []string)
+	ended   chan struct{} // closed when end is set
+
+	mu      sync.Mutex
+	end     *live.End
+	readers int
+
+	asking sync.Mutex // held while the processes are asked
+	last   *live.Job
+}
+
+// serveLive serves the state of the job to hvdrun top until finish is called with the end of the job. If that
+// is not possible, the job runs without it.
+func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (finish func(*live.End)) {
+	l := &liveJob{about: live.About{PID: os.Getpid(), Command: j.command, Started: time.Now().Round(0),
+		Version: config.Version(), What: live.Ranks, Size: j.np}, nodes: j.nodes,
+		elastic: j.elastic != nil, reports: reports,
+		looks: make(chan func([]string)), ended: make(chan struct{})}
+	inquiry.Looks = l.looks
+	if j.nodes != nil {
+		l.about.What = live.Nodes
+	}
+	stop, err := r.listenLive(l, j)
+	if err != nil {
+		fmt.Fprintf(r.stderr, "hvdrun: warning: hvdrun top cannot show this job: %v\n", err)
+		return func(*live.End) {}
+	}
+	return func(e *live.End) {
+		l.mu.Lock()
+		l.end = e
+		l.mu.Unlock()
+		close(l.ended)
+		stop()
+	}
+}
+
+// listenLive starts the server. stop waits for a short time until readers have the last state.
+func (r *runner) listenLive(l *liveJob, j *job) (stop func(), err error) {
+	if l.about.Host, err = os.Hostname(); err != nil {
+		return nil, err
+	}
+	if j.elastic == nil && !r.mpi.on {
+		l.hosts, _ = hostNames(j.hosts, j.nodes, j.np) // launch.Run returns the same error
+	}
+	dir, err := rundir.New(runtimeVariable(r.env))
+	if err != nil {
+		return nil, err
+	}
+	at, release, err := shortPath(dir.Path())
+	if err != nil {
+		return nil, errors.Join(err, dir.Close())
+	}
+	defer release()
+	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: at, Net: "unix"})
+	if err != nil {
+		return nil, errors.Join(err, dir.Close())
+	}
+	listener.SetUnlinkOnClose(false) // dir.Close removes it
+	if err := os.Chmod(at, 0o600); err != nil {
+		return nil, errors.Join(err, listener.Close(), dir.Close())
+	}
+	server := &http.Server{Handler: l.handler(), ReadTimeout: readerTime, MaxHeaderBytes: 8 << 10,
+		ErrorLog: zap.NewStdLog(r.logger())}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(listener) // returns when the server is closed
+	}()
+	return func() {
+		ctx, cancel := context.WithTimeout(context.Background(), endTime)
+		defer cancel()
+		_ = server.Shutdown(ctx) // an error means that a reader did not read the end in time
+		_ = server.Close()
+		<-done
+		_ = dir.Close()
+	}, nil
+}
+
+// runtimeVariable returns the value of XDG_RUNTIME_DIR in env, or "".
+func runtimeVariable(env []string) (value string) {
+	for _, v := range env {
+		if text, ok := strings.CutPrefix(v, "XDG_RUNTIME_DIR="); ok {
+			value = text
+		}
+	}
+	return value
+}
+
+// shortPath returns a path of the socket in a folder that fits into the address of a Unix socket, which has
+// room for 107 bytes. It is valid until release is called.
+func shortPath(folder string) (path string, release func(), err error) {
+	d, err := os.Open(folder)
+	if err != nil {
+		return "", nil, err
+	}
+	return fmt.Sprintf("/proc/self/fd/%d/%s", d.Fd(), socketName), func() { d.Close() }, nil
+}
+
+func (l *liveJob) handler() http.Handler {
+	paths := http.NewServeMux()
+	paths.HandleFunc("GET "+aboutPath, func(w http.ResponseWriter, _ *http.Request) {
+		_ = json.NewEncoder(w).Encode(&l.about) // fails only if the reader is gone
+	})
+	paths.HandleFunc("GET "+statesPath, l.stream)
+	return paths
+}
+
+// stream sends a state at once and after each interval, and the last one when the job has ended.
+func (l *liveJob) stream(w http.ResponseWriter, req *http.Request) {
+	every := time.Second
+	if text := req.FormValue(everyParameter); text != "" {
+		ms, err := strconv.ParseUint(text, 10, 32)
+		every = time.Duration(ms) * time.Millisecond
+		if err != nil || every < leastInterval || every > mostInterval {
+			http.Error(w, fmt.Sprintf("%s: got %.40q, want a number from %d to %d", everyParameter, text,
+				leastInterval.Milliseconds(), mostInterval.Milliseconds()), http.StatusBadRequest)
+			return
+		}
+	}
+	l.mu.Lock()
+	full := l.readers >= maxReaders
+	if !full {
+		l.readers++
+	}
+	l.mu.Unlock()
+	if full {
+		http.Error(w, fmt.Sprintf("%d programs read the state of this job already", maxReaders),
+			http.StatusServiceUnavailable)
+		return
+	}
+	defer func() {
+		l.mu.Lock()
+		l.readers--
+		l.mu.Unlock()
+	}()
+	w.Header().Set("Content-Type", "application/x-ndjson")
+	control := http.NewResponseController(w)
+	next := time.NewTicker(every)
+	defer next.Stop()
+	for {
+		j := l.state()
+		if control.SetWriteDeadline(time.Now().Add(readerTime)) != nil ||
+			json.NewEncoder(w).Encode(j) != nil || control.Flush() != nil || j.End != nil {
+			return
+		}
+		select {
+		case <-next.C:
+		case <-l.ended:
+		case <-req.Context().Done():
+			return
+		}
+	}
+}
+
+// state returns the state of the job. Readers at the same time share one question to the processes, so it
+// does not end with the request of one of them.
+func (l *liveJob) state() *live.Job {
+	l.asking.Lock()
+	defer l.asking.Unlock()
+	now := time.Now()
+	if l.last == nil || now.Sub(l.last.Time) > shared {
+		ctx, cancel := context.WithTimeout(context.Background(), lookTime)
+		defer cancel()
+		asked := make(chan *live.Job, 1)
+		go func() { asked <- l.ask(ctx, now) }()
+		select {
+		case l.last = <-asked:
+		case <-l.ended:
+			cancel()
+			<-asked
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.end != nil {
+		return &live.Job{About: l.about, Time: time.Now(), End: l.end}
+	}
+	return l.last
+}
+
+// ask asks all processes for their state.
+func (l *liveJob) ask(ctx context.Context, now time.Time) *live.Job {
+	about := l.about
+	about.Size = l.reports.numRanks()
+	if l.nodes != nil {
+		answers, missing, _ := l.reports.ranks.Ask(ctx, joblink.Node) // an error means that the job is over
+		var names []string
+		for i := range about.Size {
+			names = append(names, l.nodes.Name(i))
+		}
+		return live.OfNodes(about, now, (&nodeReporter{l.reports, l.nodes}).read(answers), names, l.hosts,
+			l.known(missing))
+	}
+	answers, missing, _ := l.reports.ranks.Ask(ctx, joblink.State)
+	ranks := make(map[int]*live.Rank)
+	var known []string
+	for r, text := range answers {
+		k, err := live.DecodeRank(text)
+		if err != nil || k.Snapshot.Rank != r {
+			missing = append(missing, r)
+			continue
+		}
+		ranks[r] = k
+	}
+	if !l.elastic { // there, the launcher knows the processes by their slots
+		known = l.known(missing)
+	}
+	return live.OfRanks(about, now, ranks, l.hosts, known)
+}
+
+// known returns what the launcher knows about the processes, or nil if all of them have answered or the
+// supervisor does not run any more.
+func (l *liveJob) known(missing []int) []string {
+	if len(missing) == 0 {
+		return nil
+	}
+	answer := make(chan []string, 1)
+	ctx, cancel := context.WithTimeout(context.Background(), shared)
+	defer cancel()
+	select {
+	case l.looks <- func(known []string) { answer <- slices.Clone(known) }:
+		return <-answer
+	case <-ctx.Done():
+	case <-l.ended:
+	}
+	return nil
+}
+
+// numRanks returns the number of ranks, which changes in an elastic job, or of nodes.
+func (r *reporter) numRanks() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.size
+}
+
+// endOf says how a job has ended. err is the error of launch.Run.
+func endOf(result launch.Result, err error, nodes *launch.Nodes) *live.End {
+	end := &live.End{Status: result.Status, Text: "all " + processesOf(nodes) + " ended with status 0"}
+	switch {
+	case err != nil:
+		end.Status, end.Text = cmp.Or(result.Status, statusFailure), err.Error()
+	case len(result.Roots) > 0:
+		root := result.Roots[0]
+		name := fmt.Sprintf("rank %d", root)
+		if nodes != nil {
+			name = nodes.Name(root)
+		}
+		end.Text = name + ": " + result.Ranks[root].Describe()
+		if v := result.Verdict; v != nil && v.Reason != "" {
+			end.Text += "; " + v.Reason
+		}
+	case result.Signal != 0:
+		end.Text = fmt.Sprintf("a signal has ended it: %v", result.Signal)
+	case result.Status != 0:
+		end.Text = "a " + processesOf(nodes)[:4] + " has failed"
+	}
+	return end
+}
+
+// processesOf returns what the processes of a job are.
+func processesOf(nodes *launch.Nodes) string {
+	if nodes != nil {
+		return live.Nodes
+	}
+	return live.Ranks
+}
