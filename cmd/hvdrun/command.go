@@ -53,6 +53,7 @@ Usage:
   hvdrun doctor [flags]      check this machine and other hosts for problems
   hvdrun store [flags]       serve a store for ranks that another launcher starts
   hvdrun timeline FILE...    analyse timelines: which ranks were late, where time went
+  hvdrun top [JOB]           show a running job: which ranks hold up others, what they wait for
   hvdrun completion SHELL    print a completion script
 
 Examples:
@@ -88,7 +89,7 @@ func (r *runner) command() *cobra.Command {
 
 		DisableFlagsInUseLine: true,
 	}
-	root.AddCommand(show, r.doctor(), r.storeCommand(), r.timeline())
+	root.AddCommand(show, r.doctor(), r.storeCommand(), r.timeline(), r.top())
 
 	groups := append([]group{r.jobFlags(), r.elasticFlags.group(), r.where.group(), r.mpi.group()},
 		r.settingFlags()...)

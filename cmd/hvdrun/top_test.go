@@ -1,0 +1,203 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/rundir"
+)
+
+// sleepingJob starts a job of two processes that never join it. xdg is hvdrun's XDG_RUNTIME_DIR. The function
+// returns when hvdrun top can find the job.
+func sleepingJob(t *testing.T, xdg string) (cmd *exec.Cmd) {
+	t.Helper()
+	cmd = hvdrun(t, "-np", "2", "sleep", "1000")
+	cmd.Env = append(cmd.Env, "XDG_RUNTIME_DIR="+xdg)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for begun := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+		jobs, err := runningJobs(xdg)
+		if err != nil || time.Since(begun) > deadline {
+			t.Fatalf("the job is not among %v after %v: %v", jobs, deadline, err)
+		}
+		for _, j := range jobs {
+			if _, err := j.about(); j.pid == cmd.Process.Pid && err == nil {
+				return cmd
+			}
+		}
+	}
+}
+
+// topOf runs hvdrun top with args, and returns its output and its exit status.
+func topOf(t *testing.T, xdg string, args ...string) (stdout, stderr string, status int) {
+	t.Helper()
+	cmd := hvdrun(t, append([]string{"top"}, args...)...)
+	cmd.Env = append(cmd.Env, "XDG_RUNTIME_DIR="+xdg)
+	var out, err bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &err
+	_ = cmd.Run() // the exit status says more
+	return out.String(), err.String(), cmd.ProcessState.ExitCode()
+}
+
+// If there is no such job, hvdrun top says so. If there are several, it prints what to type for each.
+func TestTopFindsJobs(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	xdg := t.TempDir()
+	if err := os.Mkdir(filepath.Join(xdg, "gohvd"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	check := func(stderr string, status int, want ...string) {
+		t.Helper()
+		for _, text := range want {
+			if !strings.Contains(stderr, text) || status != statusUsage {
+				t.Errorf("got exit status %d and %q, want 2 and %q", status, stderr, text)
+			}
+		}
+	}
+	_, stderr, status := topOf(t, xdg)
+	check(stderr, status, "no hvdrun of this user runs a job on this host", "hvdrun timeline FILE reads")
+	_, stderr, status = topOf(t, xdg, "4711")
+	check(stderr, status, "no hvdrun of this user with the process number 4711", "it runs none")
+	_, stderr, status = topOf(t, xdg, "t.json")
+	check(stderr, status, `JOB: got "t.json", want the number of the process of hvdrun`)
+	_, stderr, status = topOf(t, xdg, "1", "2")
+	check(stderr, status, "got 2 arguments")
+	_, stderr, status = topOf(t, xdg, "--interval", "0")
+	check(stderr, status, "--interval: got 0, want 0.1 to 3600 seconds")
+	_, stderr, status = topOf(t, xdg, "--plain", "--json")
+	check(stderr, status, "--plain and --json cannot be used together")
+
+	// A folder of a rank, and one with a socket at which nobody listens, are no jobs.
+	d, err := rundir.New(xdg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err == nil {
+		err = unix.Bind(fd, &unix.SockaddrUnix{Name: filepath.Join(d.Path(), socketName)})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+
+	first := sleepingJob(t, xdg)
+	second := sleepingJob(t, xdg)
+	_, stderr, status = topOf(t, xdg)
+	check(stderr, status, "this user runs 2 jobs on this host",
+		fmt.Sprintf("\n  hvdrun top %d  2 ranks since ", first.Process.Pid),
+		fmt.Sprintf("\n  hvdrun top %d  2 ranks since ", second.Process.Pid), ": sleep 1000\n")
+	if stdout, _, status := topOf(t, xdg, "no"); status != statusUsage || stdout != "" {
+		t.Errorf("got exit status %d and %q", status, stdout)
+	}
+	complete := hvdrun(t, "__complete", "top", "")
+	complete.Env = append(complete.Env, "XDG_RUNTIME_DIR="+xdg)
+	if out, err := complete.Output(); err != nil || !strings.Contains(string(out),
+		strconv.Itoa(first.Process.Pid)+"\t2 ranks since ") {
+		t.Errorf("got %q, %v, want the jobs completed", out, err)
+	}
+
+	// Other users cannot connect: the socket and its folder are only for this user.
+	jobs, err := runningJobs(xdg)
+	if err != nil || len(jobs) != 2 {
+		t.Fatal(jobs, err)
+	}
+	socket, err := os.Stat(filepath.Join(jobs[0].folder, socketName))
+	if err != nil || socket.Mode().Perm() != 0o600 {
+		t.Errorf("got %v, %v, want a socket with mode 0600", socket.Mode(), err)
+	}
+	folder, err := os.Stat(jobs[0].folder)
+	if err != nil || folder.Mode().Perm() != 0o700 {
+		t.Errorf("got %v, %v, want a folder with mode 0700", folder.Mode(), err)
+	}
+
+	// Processes that have not joined are silent, and hvdrun says what it knows about them.
+	state := make(chan *live.Job, 1)
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	jobs[0].follow(ctx, time.Second, func(u update) bool {
+		if u.job != nil {
+			state <- u.job
+		}
+		return u.job == nil
+	})
+	select {
+	case j := <-state:
+		if len(j.Processes) != 2 || j.Processes[1].Answered || len(j.Problems) == 0 ||
+			!strings.Contains(j.Processes[1].Known, "is sleeping") {
+			t.Errorf("got %+v, want that process 1 sleeps", j)
+		}
+	case <-ctx.Done():
+		t.Error("no state of the job")
+	}
+}
+
+// A job without a runtime folder runs, and says that hvdrun top cannot show it.
+func TestJobThatTopCannotShow(t *testing.T) {
+	cmd := hvdrun(t, "-np", "1", "true")
+	cmd.Env = append(cmd.Env, "TMPDIR=/proc/nowhere")
+	out, err := cmd.CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "hvdrun: warning: hvdrun top cannot show this job: ") {
+		t.Errorf("got %q, %v, want a warning and no error", out, err)
+	}
+}
+
+// The server refuses requests that it cannot serve.
+func TestRefusedReaders(t *testing.T) {
+	l := &liveJob{about: live.About{Command: []string{"x"}}, ended: make(chan struct{}), readers: maxReaders}
+	get := func(resource string) (int, string) {
+		w := httptest.NewRecorder()
+		l.handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, resource, nil))
+		return w.Code, w.Body.String()
+	}
+	for resource, want := range map[string]int{
+		"/": http.StatusNotFound, aboutPath: http.StatusOK,
+		statesPath + "?every_ms=99": http.StatusBadRequest, statesPath + "?every_ms=x": http.StatusBadRequest,
+		statesPath + "?every_ms=3600001": http.StatusBadRequest,
+		statesPath:                       http.StatusServiceUnavailable,
+	} {
+		if code, text := get(resource); code != want {
+			t.Errorf("%s: got %d and %q, want %d", resource, code, text, want)
+		}
+	}
+}
+
+func TestEndOf(t *testing.T) {
+	killed, nodes := launch.Exit{Signal: unix.SIGKILL}, &launch.Nodes{Servers: 1, Workers: 1}
+	for _, c := range []struct {
+		result launch.Result
+		err    error
+		nodes  *launch.Nodes
+		want   live.End
+	}{
+		{launch.Result{}, nil, nil, live.End{Text: "all ranks ended with status 0"}},
+		{launch.Result{}, nil, nodes, live.End{Text: "all nodes ended with status 0"}},
+		{launch.Result{Status: 137, Roots: []int{1}, Ranks: []launch.Exit{{}, killed}}, nil, nil,
+			live.End{Status: 137, Text: "rank 1: " + killed.Describe()}},
+		{launch.Result{Status: 137, Roots: []int{1}, Ranks: []launch.Exit{{}, killed}}, nil,
+			nodes, live.End{Status: 137, Text: "server 0: " + killed.Describe()}},
+		{launch.Result{Status: 130, Signal: unix.SIGINT}, nil, nil,
+			live.End{Status: 130, Text: "a signal has ended it: interrupt"}},
+		{launch.Result{}, os.ErrPermission, nil, live.End{Status: 1, Text: "permission denied"}},
+	} {
+		if got := endOf(c.result, c.err, c.nodes); *got != c.want {
+			t.Errorf("%+v, %v: got %+v, want %+v", c.result, c.err, *got, c.want)
+		}
+	}
+}
