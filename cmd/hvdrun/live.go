@@ -22,6 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/rundir"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Each hvdrun serves the state of its job on a Unix socket in a folder of package rundir. The folder has the
@@ -48,6 +49,8 @@ const (
 	endTime = 250 * time.Millisecond
 	// everyParameter is the name of the parameter with the time between two states, in milliseconds.
 	everyParameter = "every_ms"
+	// keptSteps is the number of steps in the first state of a reader.
+	keptSteps = 256
 	// aboutPath and statesPath are the paths of the two resources.
 	aboutPath  = "/about"
 	statesPath = "/states"
@@ -67,8 +70,10 @@ type liveJob struct {
 	end     *live.End
 	readers int
 
-	asking sync.Mutex // held while the processes are asked
+	asking sync.Mutex // held while the processes are asked, and for the fields below
 	last   *live.Job
+	steps  []trace.Step // the last steps of the epoch, while there are readers
+	epoch  uint64
 }
 
 // serveLive serves the state of the job to hvdrun top until finish is called with the end of the job. If that
@@ -199,8 +204,12 @@ func (l *liveJob) stream(w http.ResponseWriter, req *http.Request) {
 	control := http.NewResponseController(w)
 	next := time.NewTicker(every)
 	defer next.Stop()
+	var epoch, known uint64 // the last step that the reader knows
 	for {
 		j := l.state()
+		if j.End == nil {
+			j, epoch, known = since(j, epoch, known)
+		}
 		if control.SetWriteDeadline(time.Now().Add(readerTime)) != nil ||
 			json.NewEncoder(w).Encode(j) != nil || control.Flush() != nil || j.End != nil {
 			return
@@ -212,6 +221,21 @@ func (l *liveJob) stream(w http.ResponseWriter, req *http.Request) {
 			return
 		}
 	}
+}
+
+// since returns the state without the steps that the reader knows, and what the reader knows then.
+func since(j *live.Job, epoch, known uint64) (*live.Job, uint64, uint64) {
+	if now := j.Processes[0].Epoch; now != epoch {
+		epoch, known = now, 0
+	}
+	few := *j
+	few.Steps = slices.DeleteFunc(slices.Clone(j.Steps), func(s trace.Step) bool {
+		return s.Sequence <= known
+	})
+	if n := len(few.Steps); n > 0 {
+		known = few.Steps[n-1].Sequence
+	}
+	return &few, epoch, known
 }
 
 // state returns the state of the job. Readers at the same time share one question to the processes, so it
@@ -253,7 +277,11 @@ func (l *liveJob) ask(ctx context.Context, now time.Time) *live.Job {
 		return live.OfNodes(about, now, (&nodeReporter{l.reports, l.nodes}).read(answers), names, l.hosts,
 			l.known(missing))
 	}
-	answers, missing, _ := l.reports.ranks.Ask(ctx, joblink.State)
+	last := uint64(0)
+	if n := len(l.steps); n > 0 {
+		last = l.steps[n-1].Sequence
+	}
+	answers, missing, _ := l.reports.ranks.Ask(ctx, fmt.Sprintf("%s %d", joblink.State, last))
 	ranks := make(map[int]*live.Rank)
 	var known []string
 	for r, text := range answers {
@@ -267,7 +295,16 @@ func (l *liveJob) ask(ctx context.Context, now time.Time) *live.Job {
 	if !l.elastic { // there, the launcher knows the processes by their slots
 		known = l.known(missing)
 	}
-	return live.OfRanks(about, now, ranks, l.hosts, known)
+	j := live.OfRanks(about, now, ranks, l.hosts, known)
+	if zero := ranks[0]; zero != nil {
+		if epoch := zero.Snapshot.Epoch; epoch != l.epoch {
+			l.epoch, l.steps = epoch, nil
+		}
+		l.steps = append(l.steps, zero.Steps...)
+		l.steps = slices.Clone(l.steps[max(len(l.steps)-keptSteps, 0):])
+	}
+	j.Steps = l.steps
+	return j
 }
 
 // known returns what the launcher knows about the processes, or nil if all of them have answered or the

@@ -154,6 +154,7 @@ func stalls(ctx context.Context) error {
 func steps(ctx context.Context) error {
 	x := make([]float32, 1000)
 	for step := 0; ; step++ {
+		hvd.MarkStep(uint64(step))
 		if _, err := hvd.Allreduce(ctx, x, hvd.InPlace(), hvd.Name("x")); err != nil {
 			return err
 		}

@@ -113,7 +113,7 @@ func TestTopOnATerminal(t *testing.T) {
 	small := openTerminal(t, 80, 24, xdg, "")
 	wide := openTerminal(t, 200, 24, xdg, "NO_COLOR=1")
 	text := small.until(`(?m)^3 +\S+ +(waiting|outside|running|queued) `)
-	for _, want := range []string{"4 of 4 ranks", "RANK   HOST         STATE    HELD HELD UP DOING", "q quit"} {
+	for _, want := range []string{"4 of 4 ranks", "RANK   HOST         STATE      STEP  HELD HELD UP DOING", "q quit"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("80 columns: want %q in\n%s", want, text)
 		}
@@ -215,18 +215,25 @@ func TestTopWithoutATerminal(t *testing.T) {
 	plain, waitPlain := top("--interval", "0.2")
 	objects, waitObjects := top("--json", "--interval", "0.1", strconv.Itoa(j.cmd.Process.Pid))
 	until(plain, `^\d\d:\d\d:\d\d 4 of 4 ranks, [1-9.]+k? ops/s, [1-9.]+\S*B/s, \d+ pending\. `)
+	until(plain, ` The last \d+ steps took [0-9.]+ m?s \(median\) and [0-9.]+ m?s \(p99\)\.`)
 	var state struct {
 		What      string
 		Processes []struct {
 			Name       string
 			Operations int
+			Marked     int `json:"steps_marked"`
+		}
+		Steps []struct {
+			Sequence int
+			Held     []int `json:"held_ns"`
 		}
 	}
-	if err := json.Unmarshal([]byte(until(objects, `"operations":[1-9]`)), &state); err != nil {
+	if err := json.Unmarshal([]byte(until(objects, `"steps":\[`)), &state); err != nil {
 		t.Fatal(err)
 	}
 	if state.What != "ranks" || len(state.Processes) != 4 || state.Processes[3].Name != "rank 3" ||
-		state.Processes[3].Operations == 0 {
+		state.Processes[3].Operations == 0 || state.Processes[3].Marked == 0 ||
+		state.Steps[0].Sequence == 0 || len(state.Steps[0].Held) != 4 {
 		t.Errorf("got %+v", state)
 	}
 
@@ -237,7 +244,7 @@ func TestTopWithoutATerminal(t *testing.T) {
 	if err := j.cmd.Process.Signal(unix.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
-	until(plain, `^\S+ 4 of 4 ranks[^(]*$`) // without a note in which hvdrun is named
+	until(plain, `^\S+ 4 of 4 ranks.*\(p99\)\.\n$`) // without a note at the end
 	end()
 	until(plain, `The job has ended after .*: all ranks ended with status 0\.`)
 	until(objects, `"end":\{"status":0,"text":"all ranks ended with status 0"\}`)

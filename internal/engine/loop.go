@@ -134,6 +134,9 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	if e.now >= e.due {
 		e.due = e.sets.expire(e.now, e.member)
 	}
+	if e.coordinator != nil {
+		e.observer.CutSteps(e.coordinator)
+	}
 	if err := e.negotiation.turn(); err != nil {
 		return 0, true, err
 	}

@@ -52,6 +52,9 @@ func (e *Engine) Pending() []trace.Record {
 	return all
 }
 
+// Steps returns the steps that have ended since the one with the given sequence number (watch.Observer).
+func (e *Engine) Steps(since uint64) []trace.Step { return e.observer.Steps(since) }
+
 // Stats returns the counters of this rank. It leaves Host, Epoch and the fields of the timeline empty, and
 // the caller sets them. Any goroutine may call Stats, even in a callback from the engine. The coordinator's
 // counters may be up to one second old.

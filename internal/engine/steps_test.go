@@ -1,69 +1,82 @@
 package engine_test
 
 import (
-	"bytes"
-	"encoding/binary"
+	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/testcluster"
-	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// A driver starts an operation of many steps, and Drive returns because another rank is late for a step. Then
-// the lane executes the remaining steps.
-func TestHelpLeavesSteps(t *testing.T) {
-	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) {
-		cfg.Spin = time.Millisecond
-	}}
-	release := make(chan chan struct{}, 1) // carries the channel on which the lane of rank 1 blocks
-	testcluster.Run(t, o, func(r *testcluster.Rank) {
-		const numBytes = 128 << 10
-		buf := make([]byte, numBytes)
-		want := make([]byte, numBytes)
-		// The lane must take over without waiting for a heartbeat. There are so many iterations that the test
-		// times out if each of them waits for a heartbeat.
-		for i := range 3 * oftenEnough {
-			for at := 0; at < numBytes; at += 8 {
-				binary.NativeEndian.PutUint64(buf[at:], uint64(at+i)*uint64(r.Rank+1))
-				binary.NativeEndian.PutUint64(want[at:], uint64(at+i)*3)
-			}
-			done := make(chan error, 2)
-			submit := func(e *tensorqueue.Entry, then func()) {
-				e.Done = func(err error) {
-					done <- err
-					then()
+// In each step, another rank is 50 ms late. Rank 0 attributes the waiting to the step and to the rank, also
+// if it is late itself. It keeps steps only while somebody asks for them.
+func TestSteps(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n, late = 3, 50 * time.Millisecond
+		c := start(t, n, nil)
+		train := func(from, to uint64, late time.Duration) {
+			c.each(func(r int) {
+				for number := from; number < to; number++ {
+					c.engines[r].MarkStep(100 + number)
+					if int(number)%n == r {
+						time.Sleep(late)
+					}
+					if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+						t.Error(err)
+					}
 				}
-				if err := r.Engine.Queue(e); err != nil {
-					r.Fatalf("%v", err)
-				}
-			}
-			hold := gather("hold", func(n int) []byte { return make([]byte, n) })
-			x := sum("x", buf)
-			if r.Rank == 0 {
-				submit(hold, func() {})
-				r.Engine.NotifyLater()
-				r.Must(<-done)
-				submit(x, func() {})
-				r.Engine.Drive(t.Context(), never)
-				if len(done) > 0 {
-					r.Errorf("done without rank 1")
-				}
-				close(<-release)
-			} else {
-				held := make(chan struct{})
-				release <- held
-				submit(hold, func() { <-held })
-				r.Engine.NotifyLater()
-				r.Must(<-done)
-				submit(x, func() {})
-				r.Engine.NotifyLater()
-			}
-			r.Must(<-done)
-			if !bytes.Equal(buf, want) {
-				r.Errorf("step %d: wrong sum", i)
+			})
+		}
+		train(1, 4, late)
+		if got := c.engines[0].Steps(0); len(got) > 0 {
+			t.Errorf("got %+v, want no steps before somebody asked", got)
+		}
+		train(4, 10, late)
+		got := c.engines[0].Steps(5)
+		if len(got) != 3 { // the step in progress when somebody asked first is not complete
+			t.Fatalf("got %+v, want the steps 6 to 8", got)
+		}
+		for i := range got {
+			s, number := &got[i], uint64(6+i)
+			want := make([]time.Duration, n)
+			want[number%n] = late
+			if s.Sequence != number || s.Number != 100+number || s.Time != late ||
+				!slices.Equal(s.Held, want) {
+				t.Errorf("got %+v, want step %d of 50 ms in which rank %d held up the others", *s, number,
+					number%n)
 			}
 		}
+		if got := c.engines[0].Steps(4); len(got) != 4 || got[0].Sequence != 5 {
+			t.Errorf("got %+v, want the steps 5 to 8", got)
+		}
+		time.Sleep(11 * time.Second)
+		train(10, 12, late)
+		if got := c.engines[0].Steps(0); len(got) > 0 {
+			t.Errorf("got %+v, want no steps after nobody asked for 11 s", got)
+		}
+		train(12, 400, 0)
+		if got := c.engines[0].Steps(0); len(got) != 256 || got[255].Sequence != 398 {
+			t.Errorf("got %d steps, want the last 256", len(got))
+		}
+		// The waiting counts for the step of the operation, also if rank 0 is late before it marks the step.
+		c.engines[0].Steps(0)
+		for number := uint64(400); number < 405; number++ {
+			c.each(func(r int) {
+				if r == 0 && number == 402 {
+					time.Sleep(late)
+				}
+				c.engines[r].MarkStep(100 + number)
+				if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		for _, s := range c.engines[0].Steps(398) {
+			if want := s.Number == 502; want != (s.Held[0] == late) || !want && s.Held[0] != 0 {
+				t.Errorf("got %+v, want that rank 0 held up the others for 50 ms only in step 502", s)
+			}
+		}
+		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 	})
 }

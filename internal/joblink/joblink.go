@@ -45,7 +45,8 @@ const (
 	Dump = "dump"
 	// Metrics asks for the rank's counters.
 	Metrics = "metrics"
-	// State asks for the rank's state, which is small enough to be asked for each second.
+	// State asks for the rank's state, which is small enough to be asked for each second. The question is
+	// this word, a blank, and the sequence number of the last step of which the launcher knows.
 	State = "state"
 	// Node asks a node of a parameter server for its state. A node also sends it as a report, at its end and
 	// when it sees another node fail.

@@ -38,10 +38,11 @@ type Rank struct {
 	// Snapshot has the pending operations and the most recent ones that have ended.
 	Snapshot *analysis.Snapshot `json:"snapshot"`
 	Counters
-	// HeldUp has an element for each rank, in the order of the ranks, and Stalls has the newest warnings
-	// about stalls. Both are empty except at rank 0.
+	// HeldUp has an element for each rank, in the order of the ranks. Stalls has the newest warnings about
+	// stalls, and Steps the steps that have ended since the last state. They are empty except at rank 0.
 	HeldUp []trace.HeldUp `json:"held_up,omitempty"`
 	Stalls []Stall        `json:"stalls,omitempty"`
+	Steps  []trace.Step   `json:"steps,omitempty"`
 }
 
 // Stall is a warning that a tensor has waited for longer than the stall warning time.
@@ -61,13 +62,16 @@ type Counters struct {
 	Bytes      uint64 `json:"bytes"`
 	// Failed is the number of tensors that ended with an error, or of messages that were sent again.
 	Failed uint64 `json:"failed"`
+	// Marked is the number of training steps that the program has marked.
+	Marked uint64 `json:"steps_marked,omitempty"`
 	// Pending is the number of tensors, or requests, that have not ended.
 	Pending int `json:"pending"`
 }
 
 // NewRank returns the state of a rank with the given snapshot and counters.
 func NewRank(s *analysis.Snapshot, st *trace.Stats) *Rank {
-	r := &Rank{Snapshot: s, Counters: Counters{Failed: st.Refused + st.Failed, Pending: st.InFlight}}
+	r := &Rank{Snapshot: s, Counters: Counters{Failed: st.Refused + st.Failed, Marked: st.Steps,
+		Pending: st.InFlight}}
 	for i := range st.Operations {
 		o := &st.Operations[i]
 		r.Operations, r.Tensors = r.Operations+o.Durations.Count(), r.Tensors+o.Tensors
@@ -131,6 +135,9 @@ type Job struct {
 	About
 	Time      time.Time `json:"time"`
 	Processes []Process `json:"processes"`
+	// Steps has the steps that have ended since the last state, or for the first state the last ones. It is
+	// empty if the program marks no steps.
+	Steps []trace.Step `json:"steps,omitempty"`
 	// Findings says which ranks wait for which ranks. It is nil in a job of nodes, and in the last state.
 	Findings *analysis.Findings `json:"findings,omitempty"`
 	// Problems says what is wrong, the worst first.
@@ -313,6 +320,36 @@ func (j *Job) between(past map[string]*Process, i int) float64 {
 		return 0
 	}
 	return (p.Up - old.Up).Seconds()
+}
+
+// StepSummary is what the last steps have in common.
+type StepSummary struct {
+	// Steps is the number of steps. Median and P99 are quantiles of their times.
+	Steps       int
+	Median, P99 time.Duration
+	// Late has, for each rank, the number of steps in which it held up all others for a time that is worth
+	// looking into.
+	Late []int
+}
+
+// Summarize returns the summary of steps.
+func Summarize(steps []trace.Step) (s StepSummary) {
+	var times analysis.Sample
+	for i := range steps {
+		p := &steps[i]
+		times.Add(int64(p.Time))
+		for len(s.Late) < len(p.Held) {
+			s.Late = append(s.Late, 0)
+		}
+		for r, held := range p.Held {
+			if (analysis.Span{Time: p.Time, Steps: 1}).Long(held) {
+				s.Late[r]++
+			}
+		}
+	}
+	s.Steps = len(steps)
+	s.Median, s.P99 = time.Duration(times.Quantile(0.5)), time.Duration(times.Quantile(0.99))
+	return s
 }
 
 // Suspects returns the processes that have held up all others for a good part of the time since an earlier

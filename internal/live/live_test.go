@@ -27,7 +27,7 @@ func job(t *testing.T, stalled string, ago time.Duration) *live.Job {
 		if r != 2 {
 			about.Pending = []trace.Record{{Kind: message.Allreduce, Name: "w", Submitted: 8 * time.Second}}
 		}
-		st := &trace.Stats{InFlight: len(about.Pending), Refused: 1, Failed: 1,
+		st := &trace.Stats{InFlight: len(about.Pending), Refused: 1, Failed: 1, Steps: 9,
 			Moved:      []trace.Moved{{Bytes: 3}, {Bytes: 4}},
 			Operations: []trace.Operations{{Tensors: 5}, {Tensors: 6}}}
 		st.Operations[0].Durations.Add(time.Second)
@@ -37,6 +37,7 @@ func job(t *testing.T, stalled string, ago time.Duration) *live.Job {
 		}
 		k := live.NewRank(recorder.New(8).Dump(about), st)
 		if r == 0 {
+			k.Steps = []trace.Step{{Sequence: 8}}
 			k.Stalls = []live.Stall{{Stall: recorder.Stall{Name: stalled}, Ago: ago}}
 		}
 		text, err := k.Encode()
@@ -53,7 +54,7 @@ func job(t *testing.T, stalled string, ago time.Duration) *live.Job {
 
 func TestJobOfRanks(t *testing.T) {
 	j := job(t, "w", time.Second)
-	counters := live.Counters{Operations: 1, Tensors: 11, Bytes: 7, Failed: 2, Pending: 1}
+	counters := live.Counters{Operations: 1, Tensors: 11, Bytes: 7, Failed: 2, Marked: 9, Pending: 1}
 	want := live.Process{Name: "rank 1", Rank: 1, Host: "h", Answered: true, PID: 101, Epoch: 1,
 		Up: 20 * time.Second, Counters: counters, Held: time.Second, HeldUp: 4 * time.Second}
 	if got := j.Processes[1]; got != want {

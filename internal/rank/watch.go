@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -186,6 +188,7 @@ func (r *Watch) serveMetrics(addr string) error {
 // answer answers requests of the launcher until Close is called.
 func (r *Watch) answer() {
 	err := r.cfg.Launcher.Answer(r.ctx, func(what string) []byte {
+		what, rest, _ := strings.Cut(what, " ")
 		switch what {
 		case joblink.Metrics:
 			text, err := metrics.Text(r.Stats)
@@ -197,7 +200,8 @@ func (r *Watch) answer() {
 		case joblink.Dump:
 			return r.encode(r.Dump("requested by the launcher"))
 		case joblink.State:
-			return r.state()
+			since, _ := strconv.ParseUint(rest, 10, 64) // without a number, all steps are asked for
+			return r.state(since)
 		}
 		return nil
 	})
@@ -206,13 +210,17 @@ func (r *Watch) answer() {
 	}
 }
 
-// state returns the state of the rank in the encoding for the launcher.
-func (r *Watch) state() []byte {
+// state returns the state of the rank in the encoding for the launcher, at rank 0 with the steps since the
+// one with the given sequence number.
+func (r *Watch) state(since uint64) []byte {
 	about := r.about("requested by the launcher")
 	about.MaxOperations, about.MaxPending = live.MaxOperations, live.MaxPending(r.cfg.Size)
 	stats := r.Stats()
 	s := live.NewRank(r.recorder.Dump(about), &stats)
 	r.mu.Lock()
+	if r.cfg.Rank == 0 && r.engine != nil {
+		s.Steps = r.engine.Steps(since)
+	}
 	for _, w := range r.reported {
 		s.Stalls = append(s.Stalls, live.Stall{Stall: w.Cut(), Ago: time.Since(w.at)})
 	}

@@ -52,6 +52,7 @@ type Observer struct {
 	// uses publishedAt.
 	published   atomic.Pointer[trace.Coordinator]
 	publishedAt time.Duration
+	cut         atomic.Bool // a step has ended, and CutSteps must be called
 
 	mu              sync.Mutex
 	fusionThreshold int64
@@ -60,7 +61,8 @@ type Observer struct {
 	counts          counts
 	phases          phases
 	offset          trace.Offset
-	aligned         bool            // whether offset is set
+	aligned         bool // whether offset is set
+	steps           steps
 	op              trace.Operation // scratch memory
 	labels          map[labelKey]label
 }
@@ -228,6 +230,9 @@ func (o *Observer) MarkStep(number uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.counts.Steps++
+	if o.steps.begin(o.Since(), o.counts.Steps, number) {
+		o.cut.Store(true)
+	}
 	if t := o.timeline.Load(); t != nil {
 		(*t).Step(o.Since(), number)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Style says how a part of a line looks.
@@ -53,18 +54,25 @@ type States struct {
 	// Now is the newest state, or nil if there is none yet. Before is an earlier one, or nil; the rates are
 	// those since then. Last is the newest state that is not the end of the job.
 	Now, Before, Last *live.Job
+	// Steps are the last steps.
+	Steps live.StepSummary
 	// Note is a sentence about the connection to the job, or "".
 	Note string
 	// At is the time of the newest state or, while none arrives, the time at which Note was made.
 	At time.Time
 }
 
-// period is the time over which rates are measured.
-const period = 5 * time.Second
+const (
+	// period is the time over which rates are measured.
+	period = 5 * time.Second
+	// maxSteps is the number of steps over which is counted how often a rank was late.
+	maxSteps = 100
+)
 
-// History keeps the states of the last period.
+// History keeps the states of the last period and the last steps.
 type History struct {
-	past []*live.Job
+	past  []*live.Job
+	steps []trace.Step
 }
 
 // Add adds a state and returns the states to show.
@@ -76,6 +84,14 @@ func (h *History) Add(j *live.Job) States {
 			h.past = h.past[1:]
 		}
 	}
+	if len(j.Steps) > 0 {
+		if n := len(h.steps); n > 0 && j.Steps[0].Sequence <= h.steps[n-1].Sequence {
+			h.steps = nil // those of an earlier epoch
+		}
+		h.steps = append(h.steps, j.Steps...)
+		h.steps = h.steps[max(len(h.steps)-maxSteps, 0):]
+	}
+	s.Steps = live.Summarize(h.steps)
 	if n := len(h.past); n > 0 {
 		s.Last = h.past[n-1]
 		if n > 1 {
@@ -96,6 +112,8 @@ type row struct {
 	heldUp     float64 // of a host, the mean
 	operations float64
 	bytes      float64
+	steps      uint64 // of a host, those of the process with the fewest
+	late       int    // of a host, those of the process that was late most often
 	pending    int
 	failed     uint64
 	doing      string
@@ -153,7 +171,10 @@ func (s *States) rows() []row {
 		k := &rows[i]
 		*k = row{name: logs.Plain(p.Name), host: logs.Plain(p.Host), number: i, pid: p.PID, processes: 1,
 			held: rates[i].Held, heldUp: rates[i].HeldUp, operations: rates[i].Operations,
-			bytes: rates[i].Bytes, pending: p.Pending, failed: p.Failed}
+			bytes: rates[i].Bytes, steps: p.Marked, pending: p.Pending, failed: p.Failed}
+		if i < len(s.Steps.Late) {
+			k.late = s.Steps.Late[i]
+		}
 		switch f := states[p.Rank]; {
 		case !p.Answered:
 			k.state, k.doing = silent, "no answer: "+logs.Plain(cmp.Or(p.Known, "nothing is known about it"))
@@ -213,6 +234,7 @@ func byHost(rows []row) (hosts []row) {
 		h.processes++
 		h.held, h.heldUp = h.held+k.held, h.heldUp+k.heldUp
 		h.operations, h.bytes = h.operations+k.operations, h.bytes+k.bytes
+		h.steps, h.late = min(h.steps, k.steps), max(h.late, k.late)
 		h.pending, h.failed = h.pending+k.pending, h.failed+k.failed
 	}
 	for i := range hosts {
@@ -257,6 +279,10 @@ func columnsOf(what string, byHost bool, width int) []column {
 			func(a, b *row) int { return cmp.Compare(a.pid, b.pid) }},
 		{"STATE", 7, false, 0, func(k *row) string { return k.state.String() },
 			func(a, b *row) int { return cmp.Compare(b.state, a.state) }},
+		{"STEP", 7, true, 2, func(k *row) string { return number(k.steps) },
+			func(a, b *row) int { return cmp.Compare(a.steps, b.steps) }},
+		{"LATE", 4, true, 5, func(k *row) string { return number(uint64(k.late)) },
+			func(a, b *row) int { return cmp.Compare(b.late, a.late) }},
 		{"HELD", 5, true, 1, func(k *row) string { return percent(k.held) }, more(held)},
 		{"HELD UP", 7, true, 2, func(k *row) string { return percent(k.heldUp) }, more(heldUp)},
 		{"OPS/S", 7, true, 4, func(k *row) string { return amount(k.operations) }, more(operations)},
@@ -267,6 +293,9 @@ func columnsOf(what string, byHost bool, width int) []column {
 			func(a, b *row) int { return cmp.Compare(b.failed, a.failed) }},
 		{"DOING", 0, false, 0, func(k *row) string { return k.doing },
 			func(a, b *row) int { return cmp.Compare(a.doing, b.doing) }},
+	}
+	if what == live.Nodes {
+		all = slices.DeleteFunc(all, func(c column) bool { return c.title == "STEP" || c.title == "LATE" })
 	}
 	for drop := 6; drop > 0; drop-- {
 		used := leastDoing
@@ -373,6 +402,15 @@ func (s *States) Verdict() Span {
 		percent(held), short(since)), Warning}
 }
 
+// steps returns a sentence about the last steps, or "" if the program marks none.
+func (s *States) steps() string {
+	if s.Steps.Steps == 0 || s.Now == nil || s.Now.End != nil {
+		return ""
+	}
+	return fmt.Sprintf("The last %d steps took %s (median) and %s (p99).", s.Steps.Steps, short(s.Steps.Median),
+		short(s.Steps.P99))
+}
+
 // Problems returns the sentences about what is wrong at the moment.
 func (s *States) Problems() (all []Span) {
 	if s.Note != "" {
@@ -418,6 +456,9 @@ func (s *States) Text() string {
 	operations, bytes, pending := s.totals()
 	text := fmt.Sprintf("%s%d of %d %s, %s ops/s, %sB/s, %d pending. %s", at, answered(s.Now),
 		s.Now.Size, s.Now.What, total(operations), total(bytes), pending, s.Verdict().Text)
+	if steps := s.steps(); steps != "" {
+		text += " " + steps
+	}
 	for _, p := range s.Problems() {
 		text += " " + p.Text
 	}

@@ -65,6 +65,22 @@ func jobAt(seconds int, tensor string, stalled bool) *live.Job {
 		[]string{"", "", "", "", "", "process 1005 is stopped by a signal"})
 }
 
+// withSteps adds steps of 20 ms and, each fifth one, of 30 ms. Rank 2 is late in those, and rank 3 a little.
+func withSteps(j *live.Job, from, to uint64) *live.Job {
+	for n := from; n <= to; n++ {
+		step := trace.Step{Sequence: n, Number: n + 1000, Time: 20 * time.Millisecond,
+			Held: make([]time.Duration, j.Size)}
+		if step.Held[3] = 500 * time.Microsecond; n%5 == 0 {
+			step.Time, step.Held[2] = 30*time.Millisecond, 10*time.Millisecond
+		}
+		j.Steps = append(j.Steps, step)
+	}
+	for i := range j.Processes {
+		j.Processes[i].Marked = to
+	}
+	return j
+}
+
 // nodesAt returns the state of a job of nodes.
 func nodesAt(seconds int) *live.Job {
 	up := time.Duration(seconds) * time.Second
@@ -109,6 +125,8 @@ func TestScreens(t *testing.T) {
 	after := func(status int, text string) *States {
 		return states(jobAt(55, "fc.weight", false), end(status, text))
 	}
+	stepped := states(withSteps(jobAt(50, "fc.weight", false), 1, 256),
+		withSteps(jobAt(55, "fc.weight", false), 257, 300))
 	selected := View{Width: 120, Height: 16}
 	var b strings.Builder
 	for _, c := range []struct {
@@ -121,12 +139,14 @@ func TestScreens(t *testing.T) {
 		{"first state", View{Width: 80, Height: 12}, "", states(jobAt(50, "fc.weight", false))},
 		{"80 columns", View{Width: 80, Height: 16}, "", normal},
 		{"200 columns", View{Width: 200, Height: 16}, "", normal},
+		{"steps", View{Width: 80, Height: 16}, "", stepped},
+		{"steps, sorted by LATE", View{Width: 200, Height: 16}, "> > > > >", stepped},
 		{"40 columns", View{Width: 40, Height: 16}, "", normal},
 		{"5 lines", View{Width: 80, Height: 5}, "", normal},
 		{"stalled", View{Width: 80, Height: 18}, "", stalled},
 		{"stalled, 200 columns", View{Width: 200, Height: 16}, "", stalled},
-		{"sorted by HELD", View{Width: 120, Height: 16}, "> > > >", normal},
-		{"sorted by HELD, the other way, row selected", selected, "> > > > I down down", normal},
+		{"sorted by HELD", View{Width: 120, Height: 16}, "> > > > > >", normal},
+		{"sorted by HELD, the other way, row selected", selected, "> > > > > > I down down", normal},
 		{"by host", View{Width: 120, Height: 16}, "h", stalled},
 		{"filter being typed", View{Width: 80, Height: 16}, "/ n o d e 1", normal},
 		{"filter kept", View{Width: 80, Height: 16}, "/ O U T enter", normal},
@@ -207,7 +227,7 @@ func TestKeysThatQuit(t *testing.T) {
 func TestSelectedRowStays(t *testing.T) {
 	s := states(jobAt(50, "x", false), jobAt(55, "x", false))
 	v := &View{Width: 120, Height: 30}
-	for _, key := range []string{"down", "down", "down", ">", ">", ">", ">"} {
+	for _, key := range []string{"down", "down", "down", ">", ">", ">", ">", ">", ">"} {
 		v.Key(key, s)
 	}
 	if rows := v.rows(s); v.Selected != "rank 2" || rows[0].name != "rank 2" || v.Sort != "HELD" {

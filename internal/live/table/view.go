@@ -49,6 +49,8 @@ var help = []string{
 	"Columns, over the last 5 s",
 	"  STATE      outside (in the program), waiting (for other ranks), queued, running, silent (it does",
 	"             not answer), MISSING (others have waited for it for 1 s or longer)",
+	"  STEP       training steps that it has marked",
+	"  LATE       in how many of the last 100 steps it held up all others for 5 % of the step or more",
 	"  HELD       share of the time for which it held up all others",
 	"  HELD UP    share of the time for which another one held up it and all others",
 	"  OPS/S, BYTES/S, PENDING, FAILED   operations that ended, their input, tensors in flight, and",
@@ -254,6 +256,9 @@ func (v *View) head(s *States) []Line {
 			logs.Plain(strings.Join(j.Command, " "))), Faint}})
 	}
 	verdict := s.Verdict()
+	if steps := s.steps(); steps != "" {
+		verdict.Text += " " + steps
+	}
 	for _, text := range wrap(verdict.Text, v.Width, maxWrapped) {
 		lines = append(lines, Line{{text, verdict.Style}})
 	}
