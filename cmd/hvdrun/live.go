@@ -30,6 +30,8 @@ import (
 // SO_PEERCRED therefore, and the client knows that a process of its own user has made the socket. The server
 // speaks HTTP: /about says which job it is, and /states is a stream of states.
 const (
+	// xdgVariable is the variable on which the place of the runtime folder depends.
+	xdgVariable = "XDG_RUNTIME_DIR"
 	// socketName is the name of the socket in the folder of hvdrun's process.
 	socketName = "job"
 	// lookTime is how long processes may take to answer. With the interval of hvdrun top, 1 s, a stall is on
@@ -109,7 +111,7 @@ func (r *runner) listenLive(l *liveJob, j *job) (stop func(), err error) {
 	if j.elastic == nil && !r.mpi.on {
 		l.hosts, _ = hostNames(j.hosts, j.nodes, j.np) // launch.Run returns the same error
 	}
-	dir, err := rundir.New(runtimeVariable(r.env))
+	dir, err := rundir.New(r.variable(xdgVariable))
 	if err != nil {
 		return nil, err
 	}
@@ -143,10 +145,10 @@ func (r *runner) listenLive(l *liveJob, j *job) (stop func(), err error) {
 	}, nil
 }
 
-// runtimeVariable returns the value of XDG_RUNTIME_DIR in env, or "".
-func runtimeVariable(env []string) (value string) {
-	for _, v := range env {
-		if text, ok := strings.CutPrefix(v, "XDG_RUNTIME_DIR="); ok {
+// variable returns the value of a variable of the environment, or "".
+func (r *runner) variable(name string) (value string) {
+	for _, v := range r.env {
+		if text, ok := strings.CutPrefix(v, name+"="); ok {
 			value = text
 		}
 	}

@@ -65,7 +65,7 @@ func (r *runner) top() *cobra.Command {
 		RunE: func(_ *cobra.Command, args []string) error { return r.runTop(&given, args) },
 		ValidArgsFunction: func(*cobra.Command, []string, string) (pids []cobra.Completion,
 			_ cobra.ShellCompDirective) {
-			jobs, err := runningJobs(runtimeVariable(r.env))
+			jobs, err := runningJobs(r.variable(xdgVariable))
 			if err != nil {
 				return nil, cobra.ShellCompDirectiveError
 			}
@@ -100,7 +100,7 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 	switch {
 	case given.asJSON:
 		return r.topJSON(ctx, j, every)
-	case given.plain || !logs.IsTerminal(r.stdout):
+	case given.plain || !logs.IsTerminal(r.stdout) || r.variable("TERM") == "dumb":
 		return r.topPlain(ctx, j, every)
 	}
 	return r.topScreen(ctx, j, every)
@@ -109,7 +109,7 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 // chooseJob returns the job that the arguments name or, without arguments, the only job. If there are
 // several, it prints a list of them and returns nil.
 func (r *runner) chooseJob(args []string) (*jobAddress, error) {
-	jobs, err := runningJobs(runtimeVariable(r.env))
+	jobs, err := runningJobs(r.variable(xdgVariable))
 	if err != nil {
 		return nil, fmt.Errorf("top: %w", err)
 	}

@@ -79,6 +79,9 @@ type History struct {
 func (h *History) Add(j *live.Job) States {
 	s := States{Now: j, Last: j, At: j.Time}
 	if j.End == nil {
+		if n := len(h.past); n > 0 && epochOf(h.past[n-1]) != epochOf(j) {
+			h.past = nil // the counters begin with 0 in each epoch
+		}
 		h.past = append(h.past, j)
 		for len(h.past) > 2 && j.Time.Sub(h.past[1].Time) >= period-period/10 {
 			h.past = h.past[1:]
@@ -99,6 +102,14 @@ func (h *History) Add(j *live.Job) States {
 		}
 	}
 	return s
+}
+
+// epochOf returns the epoch of a job, or 0 if it is not known.
+func epochOf(j *live.Job) (newest uint64) {
+	for i := range j.Processes {
+		newest = max(newest, j.Processes[i].Epoch)
+	}
+	return newest
 }
 
 // row is a process, or with View.ByHost the processes of a host.

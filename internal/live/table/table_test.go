@@ -246,6 +246,12 @@ func TestHistory(t *testing.T) {
 	if got := s.Now.Time.Sub(s.Before.Time); got != period || len(h.past) > 6 {
 		t.Errorf("got rates of %v and %d states, want %v and 6", got, len(h.past), period)
 	}
+	next := jobAt(100, "x", false)
+	next.Processes[3].Epoch++
+	if s = h.Add(next); s.Before != nil || len(h.past) != 1 {
+		t.Errorf("after the beginning of an epoch: got %d states, want only the new one", len(h.past))
+	}
+	h.Add(jobAt(110, "x", false))
 	if s = h.Add(jobAt(1000, "x", false)); s.Now.Time.Sub(s.Before.Time) < period {
 		t.Errorf("after a pause: got rates since %v", s.Before.Time)
 	}
