@@ -10,6 +10,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"sort"
 	"strings"
 	"time"
 
@@ -18,24 +19,41 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
+// These constants bound the time and memory that a look at the job takes: the number of operations in the
+// states of all ranks, and limits for each rank.
 const (
-	// MaxOperations is the number of recent operations in the state of a rank. They show how far it is, if
-	// the ranks were asked at slightly different moments.
-	MaxOperations = 128
-	// pendingOfAll is the number of pending operations in the states of all ranks, and leastPending and
-	// mostPending are limits for each rank. They bound the time and memory that a look at the job takes.
-	pendingOfAll = 1 << 16
-	leastPending = 64
-	mostPending  = 1 << 10
+	operationsOfAll = 1 << 12
+	leastOperations = 16
+	mostOperations  = 64
+	pendingOfAll    = 1 << 16
+	leastPending    = 64
+	mostPending     = 1 << 10
+	// leastWait is the shortest wait that is a problem. In each step, ranks wait for each other for a short
+	// time.
+	leastWait = time.Second
 )
+
+// MaxOperations returns the number of recent operations in the state of a rank. They show how far it is, if
+// the ranks were asked at slightly different moments. size is the number of ranks of the job.
+func MaxOperations(size int) int {
+	return min(max(operationsOfAll/max(size, 1), leastOperations), mostOperations)
+}
 
 // MaxPending returns the maximum number of pending operations in the state of a rank. size is the number of
 // ranks of the job.
 func MaxPending(size int) int { return min(max(pendingOfAll/max(size, 1), leastPending), mostPending) }
 
+// Pending returns those of the pending operations, the oldest first, that the state of a rank has: the oldest
+// one, and all that have waited for so long that something may be wrong. at is the time now.
+func Pending(all []trace.Record, at time.Duration) []trace.Record {
+	n := sort.Search(len(all), func(i int) bool { return at-all[i].Submitted < leastWait })
+	return all[:min(max(n, 1), len(all))]
+}
+
 // Rank is the state of a rank at one moment.
 type Rank struct {
-	// Snapshot has the pending operations and the most recent ones that have ended.
+	// Snapshot has the oldest pending operation and those that have waited for a second, and the most recent
+	// ones that have ended.
 	Snapshot *analysis.Snapshot `json:"snapshot"`
 	Counters
 	// HeldUp has an element for each rank, in the order of the ranks. Stalls has the newest warnings about
@@ -374,9 +392,6 @@ type Problem struct {
 	// Missing are the numbers of the processes that others wait for, or that did not answer.
 	Missing []int `json:"missing,omitempty"`
 }
-
-// leastWait is the shortest wait that is a problem. In each step, ranks wait for each other for a short time.
-const leastWait = time.Second
 
 // addRankProblems adds what is wrong in a job of ranks.
 func (j *Job) addRankProblems(stalls []Stall) {

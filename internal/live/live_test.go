@@ -138,6 +138,21 @@ func TestJobOfNodes(t *testing.T) {
 	}
 }
 
+// The state of a rank has only pending operations that may be a problem, and the oldest one.
+func TestPending(t *testing.T) {
+	all := []trace.Record{{Submitted: time.Second}, {Submitted: 3 * time.Second},
+		{Submitted: 5 * time.Second}}
+	for at, want := range map[time.Duration]int{time.Second: 1, 2 * time.Second: 1, 4 * time.Second: 2,
+		5500 * time.Millisecond: 2, 6 * time.Second: 3} {
+		if got := live.Pending(all, at); len(got) != want {
+			t.Errorf("at %v: got %d, want %d", at, len(got), want)
+		}
+	}
+	if got := live.Pending(nil, time.Second); len(got) != 0 {
+		t.Errorf("got %v, want none", got)
+	}
+}
+
 func TestMaxPending(t *testing.T) {
 	for size, want := range map[int]int{0: 1024, 1: 1024, 64: 1024, 256: 256, 4096: 64} {
 		if got := live.MaxPending(size); got != want {
