@@ -399,7 +399,11 @@ func (s *States) Verdict() Span {
 	}
 	rates, since := s.Now.Since(s.Before), s.Now.Time.Sub(s.Before.Time)
 	suspects := s.Now.Suspects(rates, since)
-	if len(suspects) == 0 {
+	switch {
+	case len(suspects) > 0:
+	case len(s.Now.Problems) > 0:
+		return Span{} // a wait counts for a rank when it has ended, so the problems say more
+	default:
 		return Span{Text: "In the last " + short(since) + ", no process held up all others for long."}
 	}
 	var names []string
@@ -465,10 +469,12 @@ func (s *States) Text() string {
 		return at + s.Verdict().Text
 	}
 	operations, bytes, pending := s.totals()
-	text := fmt.Sprintf("%s%d of %d %s, %s ops/s, %sB/s, %d pending. %s", at, answered(s.Now),
-		s.Now.Size, s.Now.What, total(operations), total(bytes), pending, s.Verdict().Text)
-	if steps := s.steps(); steps != "" {
-		text += " " + steps
+	text := fmt.Sprintf("%s%d of %d %s, %s ops/s, %sB/s, %d pending.", at, answered(s.Now),
+		s.Now.Size, s.Now.What, total(operations), total(bytes), pending)
+	for _, sentence := range []string{s.Verdict().Text, s.steps()} {
+		if sentence != "" {
+			text += " " + sentence
+		}
 	}
 	for _, p := range s.Problems() {
 		text += " " + p.Text

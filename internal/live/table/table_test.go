@@ -127,6 +127,10 @@ func TestScreens(t *testing.T) {
 	}
 	stepped := states(withSteps(jobAt(50, "fc.weight", false), 1, 256),
 		withSteps(jobAt(55, "fc.weight", false), 257, 300))
+	quiet := states(jobAt(50, "fc.weight", true), jobAt(55, "fc.weight", true))
+	for i := range quiet.Now.Processes {
+		quiet.Now.Processes[i].Held = quiet.Before.Processes[i].Held
+	}
 	selected := View{Width: 120, Height: 16}
 	var b strings.Builder
 	for _, c := range []struct {
@@ -144,6 +148,7 @@ func TestScreens(t *testing.T) {
 		{"40 columns", View{Width: 40, Height: 16}, "", normal},
 		{"5 lines", View{Width: 80, Height: 5}, "", normal},
 		{"stalled", View{Width: 80, Height: 18}, "", stalled},
+		{"stalled, nobody late before", View{Width: 80, Height: 18}, "", quiet},
 		{"stalled, 200 columns", View{Width: 200, Height: 16}, "", stalled},
 		{"sorted by HELD", View{Width: 120, Height: 16}, "> > > > > >", normal},
 		{"sorted by HELD, the other way, row selected", selected, "> > > > > > I down down", normal},

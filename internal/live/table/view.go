@@ -256,9 +256,7 @@ func (v *View) head(s *States) []Line {
 			logs.Plain(strings.Join(j.Command, " "))), Faint}})
 	}
 	verdict := s.Verdict()
-	if steps := s.steps(); steps != "" {
-		verdict.Text += " " + steps
-	}
+	verdict.Text = strings.TrimSpace(verdict.Text + " " + s.steps())
 	for _, text := range wrap(verdict.Text, v.Width, maxWrapped) {
 		lines = append(lines, Line{{text, verdict.Style}})
 	}
