@@ -113,7 +113,7 @@ func TestTopOnATerminal(t *testing.T) {
 	small := openTerminal(t, 80, 24, xdg, "")
 	wide := openTerminal(t, 200, 24, xdg, "NO_COLOR=1")
 	text := small.until(`(?m)^3 +\S+ +(waiting|outside|running|queued) `)
-	for _, want := range []string{"4 of 4 ranks", "RANK   HOST         STATE      STEP  HELD HELD UP DOING", "q quit"} {
+	for _, want := range []string{"4 of 4 ranks", "RANK   HOST         STATE      STEP  HELD WAIT COMM DOING", "q quit"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("80 columns: want %q in\n%s", want, text)
 		}
@@ -125,7 +125,7 @@ func TestTopOnATerminal(t *testing.T) {
 		}
 	}
 	small.tmux("resize-window", "-x", "120", "-y", "30")
-	small.until(`OPS/S BYTES/S PENDING FAILED DOING`)
+	small.until(`LATE  HELD WAIT COMM HELD UP   OPS/S BYTES/S`)
 	small.tmux("send-keys", "?")
 	small.until(`Columns, over the last 5 s`)
 	small.tmux("send-keys", "?", "/", "k", "3", "BSpace", "BSpace")

@@ -82,6 +82,12 @@ type Counters struct {
 	Failed uint64 `json:"failed"`
 	// Marked is the number of training steps that the program has marked.
 	Marked uint64 `json:"steps_marked,omitempty"`
+	// Computing, Waiting, Queued and Communicating are for how long the rank was in each phase
+	// (trace.Phase).
+	Computing     time.Duration `json:"computing_ns"`
+	Waiting       time.Duration `json:"waiting_ns"`
+	Queued        time.Duration `json:"queued_ns"`
+	Communicating time.Duration `json:"communicating_ns"`
 	// Pending is the number of tensors, or requests, that have not ended.
 	Pending int `json:"pending"`
 }
@@ -89,7 +95,8 @@ type Counters struct {
 // NewRank returns the state of a rank with the given snapshot and counters.
 func NewRank(s *analysis.Snapshot, st *trace.Stats) *Rank {
 	r := &Rank{Snapshot: s, Counters: Counters{Failed: st.Refused + st.Failed, Marked: st.Steps,
-		Pending: st.InFlight}}
+		Computing: st.Phases[trace.Computing], Waiting: st.Phases[trace.Waiting],
+		Queued: st.Phases[trace.Queued], Communicating: st.Phases[trace.Communicating], Pending: st.InFlight}}
 	for i := range st.Operations {
 		o := &st.Operations[i]
 		r.Operations, r.Tensors = r.Operations+o.Durations.Count(), r.Tensors+o.Tensors
@@ -288,11 +295,12 @@ func at(list []string, i int) string {
 	return ""
 }
 
-// Rates is what a process has done in each second between two states. Held and HeldUp are shares of the time,
-// from 0 to 1.
+// Rates is what a process has done in each second between two states. All but Operations and Bytes are shares
+// of the time, from 0 to 1.
 type Rates struct {
-	Operations, Bytes float64
-	Held, HeldUp      float64
+	Operations, Bytes                         float64
+	Held, HeldUp                              float64
+	Computing, Waiting, Queued, Communicating float64
 }
 
 // Since returns the rates of each process since an earlier state. The rates of a process are 0 if it did not
@@ -317,6 +325,10 @@ func (j *Job) Since(before *Job) []Rates {
 		if time := j.between(past, i); time > 0 {
 			r.Operations = float64(p.Operations-old.Operations) / time
 			r.Bytes = float64(p.Bytes-old.Bytes) / time
+			r.Computing = (p.Computing - old.Computing).Seconds() / time
+			r.Waiting = (p.Waiting - old.Waiting).Seconds() / time
+			r.Queued = (p.Queued - old.Queued).Seconds() / time
+			r.Communicating = (p.Communicating - old.Communicating).Seconds() / time
 		}
 		if measured > 0 {
 			r.Held = (p.Held - old.Held).Seconds() / measured

@@ -28,6 +28,7 @@ func job(t *testing.T, stalled string, ago time.Duration) *live.Job {
 			about.Pending = []trace.Record{{Kind: message.Allreduce, Name: "w", Submitted: 8 * time.Second}}
 		}
 		st := &trace.Stats{InFlight: len(about.Pending), Refused: 1, Failed: 1, Steps: 9,
+			Phases:     [trace.NumPhases]time.Duration{10, 20, 30, 40},
 			Moved:      []trace.Moved{{Bytes: 3}, {Bytes: 4}},
 			Operations: []trace.Operations{{Tensors: 5}, {Tensors: 6}}}
 		st.Operations[0].Durations.Add(time.Second)
@@ -54,7 +55,8 @@ func job(t *testing.T, stalled string, ago time.Duration) *live.Job {
 
 func TestJobOfRanks(t *testing.T) {
 	j := job(t, "w", time.Second)
-	counters := live.Counters{Operations: 1, Tensors: 11, Bytes: 7, Failed: 2, Marked: 9, Pending: 1}
+	counters := live.Counters{Operations: 1, Tensors: 11, Bytes: 7, Failed: 2, Marked: 9, Pending: 1,
+		Computing: 10, Waiting: 20, Queued: 30, Communicating: 40}
 	want := live.Process{Name: "rank 1", Rank: 1, Host: "h", Answered: true, PID: 101, Epoch: 1,
 		Up: 20 * time.Second, Counters: counters, Held: time.Second, HeldUp: 4 * time.Second}
 	if got := j.Processes[1]; got != want {
@@ -93,13 +95,18 @@ func TestSince(t *testing.T) {
 	for i := range 3 {
 		p := &now.Processes[i]
 		p.Up, p.Operations, p.Bytes = p.Up+2*time.Second, p.Operations+100, p.Bytes+1000
+		p.Computing, p.Waiting = p.Computing+time.Second, p.Waiting+time.Second/2
+		p.Queued, p.Communicating = p.Queued+time.Second/4, p.Communicating+time.Second/4
 	}
 	now.Processes[2].Held += time.Second
 	now.Processes[1].HeldUp += time.Second
 	now.Processes[1].PID++
 	got := now.Since(before)
-	want := []live.Rates{{Operations: 50, Bytes: 500}, {HeldUp: 0.5},
-		{Operations: 50, Bytes: 500, Held: 0.5}, {}}
+	first := live.Rates{Operations: 50, Bytes: 500, Computing: 0.5, Waiting: 0.25, Queued: 0.125,
+		Communicating: 0.125}
+	third := first
+	third.Held = 0.5
+	want := []live.Rates{first, {HeldUp: 0.5}, third, {}}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}

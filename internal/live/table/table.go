@@ -120,14 +120,15 @@ type row struct {
 	processes  int
 	state      state
 	held       float64 // of a host, the sum
-	heldUp     float64 // of a host, the mean
-	operations float64
-	bytes      float64
-	steps      uint64 // of a host, those of the process with the fewest
-	late       int    // of a host, those of the process that was late most often
-	pending    int
-	failed     uint64
-	doing      string
+	// Of a host, these shares are means.
+	heldUp, waiting, communicating float64
+	operations                     float64
+	bytes                          float64
+	steps                          uint64 // of a host, those of the process with the fewest
+	late                           int    // of a host, those of the process that was late most often
+	pending                        int
+	failed                         uint64
+	doing                          string
 }
 
 // state is what a process does, in the order in which it needs attention.
@@ -181,7 +182,8 @@ func (s *States) rows() []row {
 		p := &j.Processes[i]
 		k := &rows[i]
 		*k = row{name: logs.Plain(p.Name), host: logs.Plain(p.Host), number: i, pid: p.PID, processes: 1,
-			held: rates[i].Held, heldUp: rates[i].HeldUp, operations: rates[i].Operations,
+			held: rates[i].Held, heldUp: rates[i].HeldUp,
+			waiting: rates[i].Waiting, communicating: rates[i].Communicating, operations: rates[i].Operations,
 			bytes: rates[i].Bytes, steps: p.Marked, pending: p.Pending, failed: p.Failed}
 		if i < len(s.Steps.Late) {
 			k.late = s.Steps.Late[i]
@@ -244,13 +246,15 @@ func byHost(rows []row) (hosts []row) {
 		h.state = max(h.state, k.state)
 		h.processes++
 		h.held, h.heldUp = h.held+k.held, h.heldUp+k.heldUp
+		h.waiting, h.communicating = h.waiting+k.waiting, h.communicating+k.communicating
 		h.operations, h.bytes = h.operations+k.operations, h.bytes+k.bytes
 		h.steps, h.late = min(h.steps, k.steps), max(h.late, k.late)
 		h.pending, h.failed = h.pending+k.pending, h.failed+k.failed
 	}
 	for i := range hosts {
 		h := &hosts[i]
-		h.heldUp /= float64(h.processes)
+		n := float64(h.processes)
+		h.heldUp, h.waiting, h.communicating = h.heldUp/n, h.waiting/n, h.communicating/n
 		h.name = fmt.Sprint(h.processes)
 	}
 	return hosts
@@ -266,6 +270,9 @@ type column struct {
 	// order compares two rows so that the one that comes first by default is less.
 	order func(a, b *row) int
 }
+
+// ofRanks are the titles of the columns that a job of nodes does not have.
+var ofRanks = []string{"STEP", "LATE", "WAIT", "COMM"}
 
 // columnsOf returns the columns that a screen has room for. byHost says that the rows are hosts.
 func columnsOf(what string, byHost bool, width int) []column {
@@ -295,7 +302,11 @@ func columnsOf(what string, byHost bool, width int) []column {
 		{"LATE", 4, true, 5, func(k *row) string { return number(uint64(k.late)) },
 			func(a, b *row) int { return cmp.Compare(b.late, a.late) }},
 		{"HELD", 5, true, 1, func(k *row) string { return percent(k.held) }, more(held)},
-		{"HELD UP", 7, true, 2, func(k *row) string { return percent(k.heldUp) }, more(heldUp)},
+		{"WAIT", 4, true, 2, func(k *row) string { return percent(k.waiting) },
+			more(func(k *row) float64 { return k.waiting })},
+		{"COMM", 4, true, 2, func(k *row) string { return percent(k.communicating) },
+			more(func(k *row) float64 { return k.communicating })},
+		{"HELD UP", 7, true, 4, func(k *row) string { return percent(k.heldUp) }, more(heldUp)},
 		{"OPS/S", 7, true, 4, func(k *row) string { return amount(k.operations) }, more(operations)},
 		{"BYTES/S", 7, true, 4, func(k *row) string { return amount(k.bytes) }, more(bytes)},
 		{"PENDING", 7, true, 5, func(k *row) string { return number(uint64(k.pending)) },
@@ -306,7 +317,7 @@ func columnsOf(what string, byHost bool, width int) []column {
 			func(a, b *row) int { return cmp.Compare(a.doing, b.doing) }},
 	}
 	if what == live.Nodes {
-		all = slices.DeleteFunc(all, func(c column) bool { return c.title == "STEP" || c.title == "LATE" })
+		all = slices.DeleteFunc(all, func(c column) bool { return slices.Contains(ofRanks, c.title) })
 	}
 	for drop := 6; drop > 0; drop-- {
 		used := leastDoing

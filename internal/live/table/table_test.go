@@ -44,6 +44,7 @@ func jobAt(seconds int, tensor string, stalled bool) *live.Job {
 		}
 		st := &trace.Stats{InFlight: len(about.Pending),
 			Moved:      []trace.Moved{{Bytes: uint64(seconds) * 3_500_000}},
+			Phases:     [trace.NumPhases]time.Duration{up / 10, up * 7 / 10, 0, up / 5},
 			Operations: make([]trace.Operations, 1)}
 		for range seconds * 40 {
 			st.Operations[0].Durations.Add(1)
@@ -150,8 +151,8 @@ func TestScreens(t *testing.T) {
 		{"stalled", View{Width: 80, Height: 18}, "", stalled},
 		{"stalled, nobody late before", View{Width: 80, Height: 18}, "", quiet},
 		{"stalled, 200 columns", View{Width: 200, Height: 16}, "", stalled},
-		{"sorted by HELD", View{Width: 120, Height: 16}, "> > > > > >", normal},
-		{"sorted by HELD, the other way, row selected", selected, "> > > > > > I down down", normal},
+		{"sorted by HELD", View{Width: 120, Height: 16}, "> > > > >", normal},
+		{"sorted by HELD, the other way, row selected", selected, "> > > > > I down down", normal},
 		{"by host", View{Width: 120, Height: 16}, "h", stalled},
 		{"filter being typed", View{Width: 80, Height: 16}, "/ n o d e 1", normal},
 		{"filter kept", View{Width: 80, Height: 16}, "/ O U T enter", normal},
@@ -232,7 +233,7 @@ func TestKeysThatQuit(t *testing.T) {
 func TestSelectedRowStays(t *testing.T) {
 	s := states(jobAt(50, "x", false), jobAt(55, "x", false))
 	v := &View{Width: 120, Height: 30}
-	for _, key := range []string{"down", "down", "down", ">", ">", ">", ">", ">", ">"} {
+	for _, key := range []string{"down", "down", "down", ">", ">", ">", ">", ">"} {
 		v.Key(key, s)
 	}
 	if rows := v.rows(s); v.Selected != "rank 2" || rows[0].name != "rank 2" || v.Sort != "HELD" {

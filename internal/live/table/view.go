@@ -52,6 +52,7 @@ var help = []string{
 	"  STEP       training steps that it has marked",
 	"  LATE       in how many of the last 100 steps it held up all others for 5 % of the step or more",
 	"  HELD       share of the time for which it held up all others",
+	"  WAIT, COMM share of the time in which it waited for other ranks, or moved data",
 	"  HELD UP    share of the time for which another one held up it and all others",
 	"  OPS/S, BYTES/S, PENDING, FAILED   operations that ended, their input, tensors in flight, and",
 	"             tensors that have failed",
