@@ -89,6 +89,18 @@ type Late struct {
 	end   time.Duration // the end of the last operation
 	found Lateness
 	ranks map[int]*RankLateness
+
+	watcher Watcher
+}
+
+// Watcher is told the single waits of which the numbers of a Lateness are sums. A Late calls its methods.
+type Watcher interface {
+	// Waited says that, in an operation after the start-up, the rank waiter waited for the rank late until
+	// the time at. The argument d is the time that is charged to late, and tensor is the name of the
+	// operation's tensor, or of one of its tensors.
+	Waited(tensor string, waiter, late int, at, d time.Duration)
+	// HeldUp says that a rank held up all others. steady is false if that belongs to the start-up.
+	HeldUp(rank int, from, to time.Duration, steady bool)
 }
 
 // Lateness is the result of Late. It says which ranks were late and how late. Unless a field says otherwise,
@@ -151,6 +163,7 @@ type operation struct {
 
 // tensor is the state that Late keeps for a tensor name.
 type tensor struct {
+	name string
 	// overtaken is set if a rank submitted another operation while this tensor was in flight. This shows that
 	// the program goes on without waiting for this tensor.
 	overtaken bool
@@ -223,6 +236,9 @@ func (l *Late) Member(rank int, clock Clock) *Member {
 	}
 	return m
 }
+
+// Watch tells w from now on what l finds. It must be called before the first record is added.
+func (l *Late) Watch(w Watcher) { l.watcher = w }
 
 // rank returns the findings about a rank. If there are none yet, it adds an empty entry.
 func (l *Late) rank(rank int) *RankLateness {
@@ -318,7 +334,7 @@ func (l *Late) tensor(name string) *tensor {
 	}
 	t := l.tensors[name]
 	if t == nil {
-		t = new(tensor)
+		t = &tensor{name: name}
 		l.tensors[name] = t
 	}
 	return t
@@ -457,6 +473,9 @@ func (l *Late) count(w wait) {
 		if step := l.steps.current(); step != nil {
 			add(&step.Held, w.rank, to-from)
 		}
+	}
+	if to > from && l.watcher != nil {
+		l.watcher.HeldUp(w.rank, from, to, w.asked >= l.steadyFrom)
 	}
 	l.any.Add(0, w.first, w.asked, waited)
 }
@@ -605,6 +624,9 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 		if steady {
 			l.found.Waited += float64(gap) * float64(waiters)
 		}
+		if steady && l.watcher != nil {
+			l.tell(last, top, late, all[below:], gap/time.Duration(len(late)))
+		}
 		begin, from := first.at, all[below].at
 		for k, s := range late {
 			if steady {
@@ -623,6 +645,22 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			}
 		}
 		i = below
+	}
+}
+
+// tell tells the watcher that the others waited for each of the late ranks for d, until the submission top.
+func (l *Late) tell(last *tensor, top submission, late, others []submission, d time.Duration) {
+	name := ""
+	if last != nil {
+		name = last.name
+	}
+	for _, w := range others {
+		if !later(top, w) {
+			continue
+		}
+		for _, s := range late {
+			l.watcher.Waited(name, w.Rank, s.Rank, top.at, d)
+		}
 	}
 }
 

@@ -62,6 +62,41 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 		r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
+// gain returns a clause that says how much shorter a step would be without the ranks that the verdict names
+// or, if it names none, without any waiting of all others for one rank. It also returns the time per step in
+// microseconds.
+func (r *Report) gain(f *analysis.Lateness) (text string, us float64) {
+	late := f.Suspects(r.steady())
+	d, without := f.Held(), "no rank held up all others"
+	switch len(late) {
+	case 0:
+	case 1:
+		d, without = late[0].Held, ranksOf(late)+" were as fast as the others"
+	default:
+		d, without = f.Anybody, ranksOf(late)+" were as fast as the others"
+	}
+	if d == 0 {
+		return "no time would be gained, because no rank was late", 0
+	}
+	what := "the job would take"
+	if r.Steps > 0 {
+		what = "a step would take"
+	}
+	us = micros(d) / float64(max(r.Steps, 1))
+	return fmt.Sprintf("if %s, %s up to %s less", without, what, duration(us)), us
+}
+
+// where returns a clause that names the tensor in which ranks waited longest. It is empty if they did not
+// wait.
+func (r *Report) where() string {
+	if len(r.TensorTable) == 0 || r.TensorTable[0].WaitedUS == 0 || r.Lateness.WaitedUS == 0 {
+		return ""
+	}
+	t := r.TensorTable[0]
+	return fmt.Sprintf("the ranks waited longest in %s %s: %s of all waiting", t.Kind, logs.Plain(t.Name),
+		percent(t.WaitedUS/r.Lateness.WaitedUS))
+}
+
 // startup returns a clause about the start-up: how long it was, and which rank held up all others, if one
 // did. The clause is empty if there was no start-up.
 func (r *Report) startup(f *analysis.Lateness) string {

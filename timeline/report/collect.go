@@ -51,6 +51,9 @@ func phaseOf(activity string) phase {
 	return other
 }
 
+// PhaseOf returns the name of the phase to which an activity belongs.
+func PhaseOf(activity string) string { return phaseNames[phaseOf(activity)] }
+
 // stream reads the operations of one rank from its files.
 type stream struct {
 	*rankReader
@@ -104,6 +107,7 @@ type collection struct {
 	// steadyFrom is the time at which the first complete step began at the lowest rank that has a file. It is
 	// the constant never if none has begun yet.
 	steadyFrom time.Duration
+	details    *detailer
 
 	operations               int64
 	responses, responseBytes analysis.Sample
@@ -120,14 +124,17 @@ func (s *stream) read(yield func(*operation) bool) {
 }
 
 // collect reads the files of all ranks side by side, so that it keeps only the operations in progress in
-// memory.
-func (j *Job) collect() (*collection, error) {
-	c := &collection{job: j, names: make(map[string]*nameStats), steadyFrom: never}
+// memory. It passes each operation to see, if that is not nil.
+func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, error) {
+	c := &collection{job: j, names: make(map[string]*nameStats), steadyFrom: never,
+		details: newDetailer(j, see != nil)}
 	of := make(map[*analysis.Member]*rankStats)
 	c.late = analysis.NewLate(func(m *analysis.Member, from, to, granted time.Duration) {
 		of[m].cover(waiting, from, to)
 		of[m].cover(negotiation, to, granted)
+		c.details.wait(m.Rank, from, to, granted)
 	})
+	c.late.Watch(c.details)
 	for _, f := range j.ranks {
 		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never}, frontier: never}
 		s.steps.marked = f.marked()
@@ -149,6 +156,9 @@ func (j *Job) collect() (*collection, error) {
 		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
 		c.late.Advance(s.frontier)
 		if o, more := s.next(); more {
+			if see != nil {
+				see(s.files.rank, &o.Operation)
+			}
 			c.take(s, o)
 		} else if s.failed != nil {
 			return nil, s.failed
@@ -225,6 +235,9 @@ func (c *collection) record(s *stream, r *trace.Record) {
 			// each step.
 			if s == c.streams[0] {
 				c.late.Step(s.member, r.Submitted, nil)
+				if s.steps.step != s.steps.firstStep {
+					c.details.step(r.Submitted)
+				}
 			}
 		}
 	}
@@ -255,6 +268,9 @@ func (c *collection) mark(s *stream, e *event) {
 		if s == c.streams[0] {
 			number := e.Args.Step
 			c.late.Step(s.member, at, &number)
+			if s.steps.step != s.steps.firstStep {
+				c.details.step(at)
+			}
 		}
 	case e.Phase == "X" && e.Category == "range":
 		c.late.Span(s.member, trace.Span{Kind: trace.Range, Name: clip(e.Name), Begun: at,
@@ -272,6 +288,7 @@ func (c *collection) beginSteady(s *stream, at time.Duration) {
 	if s == c.streams[0] {
 		c.steadyFrom = at
 		c.late.Steady(at)
+		c.details.steady(at)
 	}
 }
 

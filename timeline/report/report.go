@@ -19,6 +19,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Options are settings of the job.
@@ -57,10 +58,11 @@ type Report struct {
 	Tensors    int64 `json:"tensors"`
 	Errors     int64 `json:"errors"`
 	// Steps is the number of steps, counted from the first complete step. It is 0 if the program has marked
-	// no steps and no tensor name occurs more than once. StepUS is the median length of a step. StepsMarked
-	// says that the program has marked its steps. StepList has the steps.
+	// no steps and no tensor name occurs more than once. StepUS is the median length of a step, and StepP99US
+	// the 99th percentile. StepsMarked says that the program has marked its steps. StepList has the steps.
 	Steps       int64   `json:"steps"`
 	StepUS      float64 `json:"step_us"`
+	StepP99US   float64 `json:"step_p99_us"`
 	StepsMarked bool    `json:"steps_marked"`
 	StepList    []Step  `json:"step_list"`
 
@@ -76,6 +78,11 @@ type Report struct {
 	Slowest     []Tensor     `json:"slowest"`
 	Largest     []Tensor     `json:"largest"`
 	Suggestions []Suggestion `json:"suggestions"`
+
+	// Hosts has the hosts of the ranks with files, and TensorTable all tensors, those first in which ranks
+	// waited longest.
+	Hosts       []Host   `json:"hosts"`
+	TensorTable []Tensor `json:"tensor_table"`
 }
 
 // Lateness says which ranks were late, and how late. Unless a field says otherwise, it is about the time
@@ -85,6 +92,12 @@ type Lateness struct {
 	// was no start-up.
 	Verdict string `json:"verdict"`
 	Startup string `json:"startup"`
+	// Gain says, in words, how much shorter a step would be without the ranks that Verdict names or, if it
+	// names none, if no rank were late. GainUS is this time per step, or in total if there are no steps.
+	// Where says in which tensor ranks waited longest, and is empty if they did not wait.
+	Gain   string  `json:"gain"`
+	GainUS float64 `json:"gain_us"`
+	Where  string  `json:"where"`
 	// HeldUS is the sum of LateRank.HeldUS over all ranks. AnybodyUS is the wall time during which at least
 	// one rank waited for another.
 	HeldUS    float64 `json:"held_us"`
@@ -146,6 +159,9 @@ type Step struct {
 	// are 0 are left out.
 	HeldUS    []float64 `json:"held_us"`
 	ExposedUS []float64 `json:"exposed_us"`
+	// AnyHeldUS is the sum of HeldUS, and WaitedUS the part of Lateness.WaitedUS in the step.
+	AnyHeldUS float64 `json:"any_held_us"`
+	WaitedUS  float64 `json:"waited_us"`
 }
 
 // Exposed is the time per step for which the program of a rank waited for the results of operations, on
@@ -231,6 +247,9 @@ type Tensor struct {
 	DType   string  `json:"dtype"`
 	Shape   string  `json:"shape"`
 	Errors  int64   `json:"errors"`
+	// WaitedUS is the part of Lateness.WaitedUS in operations of this tensor. If several tensors are fused,
+	// all the time belongs to one of them.
+	WaitedUS float64 `json:"waited_us"`
 }
 
 // Suggestion is a proposed change and the reason for it.
@@ -250,9 +269,17 @@ func micros[T int64 | float64 | time.Duration](ns T) float64 { return float64(ns
 // Report reads all files and returns the report. It returns an error if a file cannot be read. If a file is
 // damaged, it uses the part before the damage.
 func (j *Job) Report(o Options) (*Report, error) {
-	c, err := j.collect()
+	r, _, err := j.Examine(o, nil)
+	return r, err
+}
+
+// Examine returns the same report as Report. If see is not nil, Examine passes each operation of each rank to
+// it, in the order in which the operations of a rank ended, and also returns the details. The operation must
+// not be used after see has returned, except for its strings and shapes. Its times are on rank 0's clock.
+func (j *Job) Examine(o Options, see func(rank int, op *trace.Operation)) (*Report, *Details, error) {
+	c, err := j.collect(see)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	r := &Report{
 		Problems: append([]string{}, j.problems...), Size: j.size,
@@ -263,6 +290,7 @@ func (j *Job) Report(o Options) (*Report, error) {
 	late := c.late.Findings()
 	r.fillRanks(c, late)
 	r.fillSteps(c, late)
+	c.details.group(r.StepList)
 	r.fillLateness(late)
 	r.fillTensors(c)
 	r.Fusion = Fusion{
@@ -277,9 +305,12 @@ func (j *Job) Report(o Options) (*Report, error) {
 	}
 	r.Pending = r.pending(j)
 	r.fillProblems(j, c)
+	r.fillHosts(c.details.Ranks)
 	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(late), r.startup(late)
+	r.Lateness.Gain, r.Lateness.GainUS = r.gain(late)
+	r.Lateness.Where = r.where()
 	r.Suggestions = r.suggest(c, late, o)
-	return r, nil
+	return r, &c.details.Details, nil
 }
 
 func (r *Report) fillRanks(c *collection, late *analysis.Lateness) {
@@ -317,6 +348,7 @@ func (r *Report) fillRanks(c *collection, late *analysis.Lateness) {
 		r.Phases = append(r.Phases, p)
 		if r.Steps == 0 {
 			r.Steps, r.StepUS = p.Steps, p.StepUS
+			r.StepP99US = micros(k.steps.lengths.Quantile(.99))
 		}
 	}
 	for rank := range r.Size {
@@ -325,6 +357,7 @@ func (r *Report) fillRanks(c *collection, late *analysis.Lateness) {
 		}
 	}
 	if begin < end {
+		c.details.Begin, c.details.End = begin, end
 		r.DurationUS = micros(end - begin)
 		if c.steadyFrom != never {
 			r.StartupUS = micros(max(c.steadyFrom-begin, 0))
@@ -424,13 +457,17 @@ func (r *Report) fillTensors(c *collection) {
 			Name: name, Kind: kind, Count: uint64(n.total.Len()), TotalUS: micros(n.total.Sum()),
 			MeanUS: micros(n.total.Mean()), P99US: micros(n.total.Quantile(.99)),
 			MaxUS: micros(n.total.Quantile(1)), Bytes: n.bytes, DType: dtype, Shape: shape, Errors: n.errors,
+			WaitedUS: micros(c.details.waitedFor[name]),
 		})
 	}
 	pick := func(by func(a, b Tensor) int) []Tensor {
 		slices.SortFunc(all, func(a, b Tensor) int { return cmp.Or(by(a, b), cmp.Compare(a.Name, b.Name)) })
 		return slices.Clone(all[:min(len(all), top)])
 	}
-	r.Slowest = pick(func(a, b Tensor) int { return cmp.Compare(b.TotalUS, a.TotalUS) })
+	total := func(a, b Tensor) int { return cmp.Compare(b.TotalUS, a.TotalUS) }
+	pick(func(a, b Tensor) int { return cmp.Or(cmp.Compare(b.WaitedUS, a.WaitedUS), total(a, b)) })
+	r.TensorTable = slices.Clone(all)
+	r.Slowest = pick(total)
 	r.Largest = pick(func(a, b Tensor) int { return cmp.Compare(b.Bytes, a.Bytes) })
 	r.Largest = slices.DeleteFunc(r.Largest, func(t Tensor) bool { return t.Bytes == 0 })
 }

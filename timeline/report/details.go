@@ -1,0 +1,232 @@
+package report
+
+import (
+	"cmp"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/analysis"
+)
+
+const (
+	// maxCells limits the number of cells of a table of ranks and steps. Of later steps, such a table has
+	// only the sum.
+	maxCells = 1 << 22
+	// MaxMatrix is the largest number of ranks for which Details.Waits is made.
+	MaxMatrix = 256
+)
+
+// Host has the ranks of one host, and how late they were. The times are sums over the ranks (see LateRank).
+type Host struct {
+	Host     string  `json:"host"`
+	Ranks    []int   `json:"ranks"`
+	HeldUS   float64 `json:"held_us"`
+	CausedUS float64 `json:"caused_us"`
+	Share    float64 `json:"share"`
+}
+
+// Details has what a Report sums up, for a program that draws it. All times are on rank 0's clock. Periods,
+// Pending and Waits are only filled by Examine with a function.
+type Details struct {
+	// Begin is the first submission, and End the end of the last operation.
+	Begin, End time.Duration
+	// Ranks has all ranks of the job, in ascending order.
+	Ranks []RankInfo
+	// Steps has the times at which steps began, from the first complete step to the last step.
+	Steps []time.Duration
+	// HeldBy, CausedBy and WaitedBy have a row of numbers in ns for each step, indexed by rank. HeldBy is the
+	// time for which the rank held up all others, CausedBy the waiting that it caused, and WaitedBy the time
+	// that it waited in all operations. A row is nil if its numbers are 0.
+	HeldBy, CausedBy, WaitedBy [][]float32
+	// Periods are the periods in which one rank held up all others.
+	Periods []Period
+	// Pending has, for each operation, how long a rank waited for the submissions of other ranks.
+	Pending []Wait
+	// Waits[w][l] is how long rank w waited for rank l in all operations, in ns. It is nil if there are more
+	// than MaxMatrix ranks.
+	Waits [][]float64
+}
+
+// RankInfo describes a rank. HasFile is false if the rank has no file; then Host is empty. Aligned is false
+// if the error of the rank's clock is not known.
+type RankInfo struct {
+	Rank             int
+	Host             string
+	HasFile, Aligned bool
+}
+
+// Period is a time during which a rank held up all others. Steady is false in the start-up.
+type Period struct {
+	Rank     int
+	From, To time.Duration
+	Steady   bool
+}
+
+// Wait says that a rank submitted an operation at the time From, waited for other ranks until To, and learned
+// of the grant at the time Granted.
+type Wait struct {
+	Rank              int
+	From, To, Granted time.Duration
+}
+
+// detailer collects the details of a job.
+type detailer struct {
+	Details
+	all       bool // whether Periods, Pending and Waits are filled
+	waitedFor map[string]float64
+}
+
+// add adds a number to a cell of a table of steps and ranks.
+func (d *detailer) add(t *[][]float32, step, rank int, ns float64) {
+	ranks := max(len(d.Ranks), rank+1)
+	step = min(step, maxCells/ranks-1)
+	for len(*t) <= step {
+		*t = append(*t, nil)
+	}
+	row := &(*t)[step]
+	if len(*row) < ranks {
+		*row = append(*row, make([]float32, ranks-len(*row))...)
+	}
+	(*row)[rank] += float32(ns)
+}
+
+func newDetailer(j *Job, all bool) *detailer {
+	d := &detailer{all: all, waitedFor: make(map[string]float64)}
+	of := make(map[int]*rankFiles)
+	most := j.size
+	for _, f := range j.ranks {
+		of[f.rank] = f
+		most = max(most, f.rank+1)
+	}
+	for rank := range most {
+		i := RankInfo{Rank: rank}
+		if f := of[rank]; f != nil {
+			i.HasFile, i.Host, i.Aligned = true, f.host(), f.clock.known
+		}
+		d.Ranks = append(d.Ranks, i)
+	}
+	if all && most <= MaxMatrix {
+		for range most {
+			d.Waits = append(d.Waits, make([]float64, most))
+		}
+	}
+	return d
+}
+
+var _ analysis.Watcher = (*detailer)(nil)
+
+func (d *detailer) Waited(tensor string, waiter, late int, at, wait time.Duration) {
+	d.waitedFor[tensor] += float64(wait)
+	step := d.stepAt(at)
+	d.add(&d.CausedBy, step, late, float64(wait))
+	d.add(&d.WaitedBy, step, waiter, float64(wait))
+	if late < len(d.Waits) && waiter < len(d.Waits) {
+		d.Waits[waiter][late] += float64(wait)
+	}
+}
+
+func (d *detailer) HeldUp(rank int, from, to time.Duration, steady bool) {
+	if d.all {
+		d.Periods = append(d.Periods, Period{rank, from, to, steady})
+	}
+	if !steady {
+		return
+	}
+	// The late rank submits at the end of the period. If this is the rank whose steps are used, its step
+	// begins then.
+	step := d.stepAt(to)
+	d.add(&d.HeldBy, step, rank, float64(to-from))
+}
+
+// stepAt returns the index of the step to which a time belongs.
+func (d *detailer) stepAt(at time.Duration) int {
+	i, found := slices.BinarySearch(d.Steps, at)
+	if !found {
+		i--
+	}
+	return max(i, 0)
+}
+
+// steady says that the first complete step began at the given time. It drops what belongs to the start-up.
+func (d *detailer) steady(at time.Duration) {
+	d.Steps = append(d.Steps[:0], at)
+	d.HeldBy, d.CausedBy, d.WaitedBy = nil, nil, nil
+	clear(d.waitedFor)
+	for _, row := range d.Waits {
+		clear(row)
+	}
+}
+
+// step says that a further step began at the given time.
+func (d *detailer) step(at time.Duration) { d.Steps = append(d.Steps, at) }
+
+// wait adds the time for which a rank waited for the submissions of others.
+func (d *detailer) wait(rank int, from, to, granted time.Duration) {
+	if d.all && to > from {
+		d.Pending = append(d.Pending, Wait{rank, from, to, granted})
+	}
+}
+
+// group adds up the rows of the tables for each entry of the list of steps, and fills in the sums of the
+// list.
+func (d *detailer) group(list []Step) {
+	was := d.Steps
+	d.Steps = nil
+	for i := range list {
+		d.Steps = append(d.Steps, time.Duration(math.Round(list[i].BeginUS*nanosPerMicro)))
+	}
+	if len(list) == 0 {
+		return
+	}
+	for _, t := range []*[][]float32{&d.HeldBy, &d.CausedBy, &d.WaitedBy} {
+		rows := *t
+		*t = nil
+		for i, row := range rows {
+			step := d.stepAt(was[min(i, len(was)-1)])
+			for rank, ns := range row {
+				if ns > 0 {
+					d.add(t, step, rank, float64(ns))
+				}
+			}
+		}
+	}
+	sum := func(all [][]float32, i int) (us float64) {
+		if i < len(all) {
+			for _, ns := range all[i] {
+				us += micros(float64(ns))
+			}
+		}
+		return us
+	}
+	for i := range list {
+		list[i].WaitedUS = sum(d.WaitedBy, i)
+		for _, us := range list[i].HeldUS {
+			list[i].AnyHeldUS += us
+		}
+	}
+}
+
+// fillHosts fills in the table of hosts, those first whose ranks caused most of the waiting.
+func (r *Report) fillHosts(ranks []RankInfo) {
+	r.Hosts = []Host{}
+	at := make(map[string]int)
+	for _, i := range ranks {
+		if !i.HasFile {
+			continue
+		}
+		k, known := at[i.Host]
+		if !known {
+			k = len(r.Hosts)
+			at[i.Host], r.Hosts = k, append(r.Hosts, Host{Host: i.Host})
+		}
+		h := &r.Hosts[k]
+		h.Ranks = append(h.Ranks, i.Rank)
+		for _, l := range r.Lateness.Ranks {
+			if l.Rank == i.Rank {
+				h.HeldUS, h.CausedUS, h.Share = h.HeldUS+l.HeldUS, h.CausedUS+l.CausedUS, h.Share+l.Share
+			}
+		}
+	}
+	slices.SortStableFunc(r.Hosts, func(a, b Host) int { return cmp.Compare(b.CausedUS, a.CausedUS) })
+}
