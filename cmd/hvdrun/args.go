@@ -22,7 +22,7 @@ var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile", "hosts"}
 // ownCommands lists the subcommands of hvdrun. A subcommand is recognized only as the first argument. After
 // flags or after --, the same word is the command to launch.
 var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand,
-	topCommand, "__complete", "__completeNoDesc"}
+	topCommand, viewCommand, "__complete", "__completeNoDesc"}
 
 // normalize returns the canonical name of a long flag. It accepts aliases. Like torchrun, it also accepts _
 // in place of -.

@@ -54,6 +54,7 @@ Usage:
   hvdrun store [flags]       serve a store for ranks that another launcher starts
   hvdrun timeline FILE...    analyse timelines: which ranks were late, where time went
   hvdrun top [JOB]           show a running job: which ranks hold up others, what they wait for
+  hvdrun view FILE...        show timelines in a browser
   hvdrun completion SHELL    print a completion script
 
 Examples:
@@ -89,7 +90,7 @@ func (r *runner) command() *cobra.Command {
 
 		DisableFlagsInUseLine: true,
 	}
-	root.AddCommand(show, r.doctor(), r.storeCommand(), r.timeline(), r.top())
+	root.AddCommand(show, r.doctor(), r.storeCommand(), r.timeline(), r.top(), r.view())
 
 	groups := append([]group{r.jobFlags(), r.elasticFlags.group(), r.where.group(), r.mpi.group()},
 		r.settingFlags()...)

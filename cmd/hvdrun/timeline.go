@@ -74,6 +74,17 @@ func defaultOf(name string) int64 {
 	return n
 }
 
+// optionsOf returns options with the settings that the files of a job record.
+func optionsOf(job *report.Job, options report.Options) report.Options {
+	for name, to := range map[string]*int64{"HOROVOD_FUSION_THRESHOLD": &options.FusionThresholdBytes,
+		"HOROVOD_CACHE_CAPACITY": &options.CacheCapacity} {
+		if n, err := strconv.ParseInt(job.Setting(name), 10, 64); err == nil && n >= 0 {
+			*to = n
+		}
+	}
+	return options
+}
+
 // readTimelines prints a report about timelines. If --merge is given, it also merges them into one file.
 func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error) {
 	if given.thresholdMB < 0 || given.thresholdMB > 1<<40 || given.capacity < 0 {
@@ -88,13 +99,8 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		r.status = statusFailure
 		fmt.Fprintf(r.stderr, "hvdrun: timeline: %v\n", bad)
 	}
-	options := report.Options{FusionThresholdBytes: given.thresholdMB << 20, CacheCapacity: given.capacity}
-	for name, to := range map[string]*int64{"HOROVOD_FUSION_THRESHOLD": &options.FusionThresholdBytes,
-		"HOROVOD_CACHE_CAPACITY": &options.CacheCapacity} {
-		if n, err := strconv.ParseInt(job.Setting(name), 10, 64); err == nil && n >= 0 {
-			*to = n
-		}
-	}
+	options := optionsOf(job, report.Options{FusionThresholdBytes: given.thresholdMB << 20,
+		CacheCapacity: given.capacity})
 	result, err := job.Report(options)
 	if err != nil {
 		return fmt.Errorf("timeline: %w", err)

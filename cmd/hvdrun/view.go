@@ -1,0 +1,150 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/timeline/report"
+	"github.com/gohvd/gohvd/timeline/view"
+)
+
+const viewCommand = "view"
+
+const viewLong = `Show the timelines of a job in a browser: which rank, host or tensor was late, in which steps, and who waited for whom.
+
+FILE is given as for hvdrun timeline: usually the timeline of rank 0, such as t.json, or a folder. Hvdrun reads the
+files, prints the address of the page, and serves it until SIGINT (Ctrl-C) or SIGTERM. The address works once, and only
+in the browser that opens it first. The page needs no network: it loads nothing from other servers.`
+
+const viewExamples = `
+Examples:
+  hvdrun view t.json
+  hvdrun view --open timelines/
+  hvdrun view --export late.html t.json      then send late.html to a colleague
+`
+
+// viewFlags holds the flags of hvdrun view.
+type viewFlags struct {
+	addr   string
+	open   bool
+	export string
+}
+
+// view returns the command that shows timelines in a browser.
+func (r *runner) view() *cobra.Command {
+	var given viewFlags
+	g := newGroup("Flags")
+	g.flags.StringVar(&given.addr, "addr", "127.0.0.1:0",
+		"address `HOST:PORT` at which the page is served; port 0 chooses a free port")
+	g.flags.BoolVar(&given.open, "open", false, "open the page in the browser (by xdg-open)")
+	g.flags.StringVar(&given.export, "export", "",
+		"do not serve the page, but write it to `OUT.html` as one file, which opens in any browser without hvdrun")
+	cmd := &cobra.Command{
+		Use:   viewCommand + " [flags] FILE...",
+		Short: "Show timelines in a browser",
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return usagef("view: got no FILE, want rank 0's timeline or a folder of timelines")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return r.viewTimelines(cmd.Context(), &given, args)
+		},
+
+		DisableFlagsInUseLine: true,
+	}
+	withFlags(cmd, g, viewLong, viewExamples)
+	return cmd
+}
+
+// viewTimelines reads timelines, and serves or exports the page about them.
+func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []string) error {
+	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
+	defer stop()
+	var listener net.Listener
+	if given.export == "" {
+		var err error
+		if listener, err = net.Listen("tcp", given.addr); err != nil {
+			return fmt.Errorf("view: cannot serve the page at --addr %s: %w", given.addr, err)
+		}
+		defer listener.Close() // Serve closes it too
+	}
+	job, bad, err := report.Open(paths)
+	if err != nil {
+		return fmt.Errorf("view: %w", err)
+	}
+	if bad != nil {
+		fmt.Fprintf(r.stderr, "hvdrun: view: %v\n", bad)
+	}
+	options := optionsOf(job, report.Options{FusionThresholdBytes: defaultOf("HOROVOD_FUSION_THRESHOLD"),
+		CacheCapacity: defaultOf("HOROVOD_CACHE_CAPACITY")})
+	run, err := view.Read(job, options, strings.Join(paths, " "))
+	if err != nil {
+		return fmt.Errorf("view: %w", err)
+	}
+	if given.export != "" {
+		if err := exportTo(given.export, run); err != nil {
+			return fmt.Errorf("view: %w", err)
+		}
+		fmt.Fprintf(r.stderr, "hvdrun: wrote %s\n", given.export)
+		return nil
+	}
+	server := view.NewServer(run, listener.Addr().String())
+	url := server.URL()
+	fmt.Fprintf(r.stdout, "open %s\n", url)
+	if port := listener.Addr().(*net.TCPAddr).Port; r.isRemote() {
+		fmt.Fprintf(r.stdout, "from your own machine, first run: ssh -L %d:localhost:%d %s\n", port, port,
+			hostName())
+	}
+	if given.open {
+		browser := exec.CommandContext(ctx, "xdg-open", url)
+		if err := browser.Start(); err != nil {
+			fmt.Fprintf(r.stderr, "hvdrun: view: cannot open the browser: %v\n", err)
+		} else {
+			defer browser.Wait() // its status does not matter
+		}
+	}
+	return server.Serve(ctx, listener)
+}
+
+// isRemote reports whether the user has logged in to this host by ssh.
+func (r *runner) isRemote() bool {
+	for _, v := range r.env {
+		if strings.HasPrefix(v, "SSH_CONNECTION=") {
+			return true
+		}
+	}
+	return false
+}
+
+// hostName returns the name of this host, or HOST if it is not known.
+func hostName() string {
+	name, err := os.Hostname()
+	if err != nil {
+		return "HOST"
+	}
+	return name
+}
+
+// exportTo writes the page about a job to a file. If that fails, it leaves no file.
+func exportTo(name string, run *view.Run) error {
+	f, err := outfile.Create(name, 0o666)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(view.Export(f, run), f.Close()); err != nil {
+		return errors.Join(err, os.Remove(name))
+	}
+	return nil
+}

@@ -1,0 +1,53 @@
+// The state of the page is in its address: whoever opens the address sees the same picture, and Back goes back.
+
+const defaults = {
+  from: '', to: '',     // the time that the timeline shows, in microseconds
+  rows: 'ranks',        // or tensor:N
+  open: '',             // the rank whose tensors are shown
+  align: '',            // or step:N or op:RANK.INDEX
+  metric: 'caused',     // of the heat map
+  table: 'ranks', sort: '', filter: '',
+  rank: '',             // the rank that is marked
+  op: '',               // the operation that is shown, RANK.INDEX
+};
+
+export const state = { ...defaults };
+const listeners = [];
+
+function read() {
+  const q = new URLSearchParams(location.hash.slice(1));
+  for (const key in defaults) state[key] = q.get(key) ?? defaults[key];
+}
+
+function write(push) {
+  const q = new URLSearchParams();
+  for (const key in defaults) if (state[key] !== defaults[key]) q.set(key, state[key]);
+  const at = location.pathname + location.search + (q.size ? '#' + q : '');
+  if (push) history.pushState(null, '', at);
+  else history.replaceState(null, '', at);
+}
+
+let timer = 0;
+
+// set changes the state and tells all listeners. A change is a step to which Back returns, unless it is small,
+// such as one notch of the wheel.
+export function set(change, small = false) {
+  for (const key in change) state[key] = String(change[key]);
+  if (small) {
+    clearTimeout(timer);
+    timer = setTimeout(write, 200);
+  } else {
+    clearTimeout(timer);
+    write(true);
+  }
+  for (const f of listeners) f(change);
+}
+
+// onChange adds a listener.
+export function onChange(f) { listeners.push(f); }
+
+window.addEventListener('popstate', () => {
+  read();
+  for (const f of listeners) f(state);
+});
+read();

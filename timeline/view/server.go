@@ -1,0 +1,356 @@
+package view
+
+import (
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"context"
+	"crypto/rand"
+	"crypto/subtle"
+	"embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"path"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+//go:embed page
+var page embed.FS
+
+const (
+	// maxCached limits the bytes of the answers that a Server keeps.
+	maxCached = 64 << 20
+	// maxConnections limits the connections of a Server. A browser opens six.
+	maxConnections = 32
+	// policy lets the page load only its own files, and lets no text of it become markup or script.
+	policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; " +
+		"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; " +
+		"require-trusted-types-for 'script'; trusted-types 'none'"
+)
+
+// Server serves the page about a Source.
+type Server struct {
+	source Source
+	host   string // a further name by which a browser may reach the server
+	port   string
+	files  map[string][]byte
+	cookie string
+	id     string // differs between servers, so that a browser does not mix up their answers
+	work   chan struct{}
+
+	mu     sync.Mutex
+	token  string // empty after its first use
+	cached map[string]*answer
+	bytes  int
+	// asked counts the requests for each tile, by its query. Tests read it.
+	asked map[string]int
+}
+
+// answer is a cached body, compressed by gzip. done is closed when it is there.
+type answer struct {
+	done chan struct{}
+	body []byte
+	kind string
+	err  error
+}
+
+// NewServer returns a Server for a listener's address. A browser may use this address, an IP address,
+// localhost or the name of this host.
+func NewServer(source Source, addr string) *Server {
+	host, port, _ := net.SplitHostPort(addr)
+	s := &Server{source: source, host: host, port: port, files: make(map[string][]byte), cookie: rand.Text(),
+		id: rand.Text()[:8], work: make(chan struct{}, 2), token: rand.Text(),
+		cached: make(map[string]*answer), asked: make(map[string]int)}
+	entries, err := page.ReadDir("page")
+	if err != nil {
+		panic("view: " + err.Error()) // the folder is built into the program
+	}
+	for _, e := range entries {
+		if s.files["/"+e.Name()], err = page.ReadFile("page/" + e.Name()); err != nil {
+			panic("view: " + err.Error())
+		}
+	}
+	s.files["/"] = s.files["/index.html"]
+	return s
+}
+
+// URL returns the address of the page. Its token is valid for one use.
+func (s *Server) URL() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return fmt.Sprintf("http://%s/?token=%s", net.JoinHostPort(s.host, s.port), s.token)
+}
+
+// Serve serves the page until ctx is done. It closes the listener.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	server := &http.Server{Handler: s, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 5 * time.Second,
+		WriteTimeout: time.Minute, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10}
+	stopped := make(chan error, 1)
+	stop := context.AfterFunc(ctx, func() { stopped <- server.Close() })
+	err := server.Serve(&limited{Listener: l, free: make(chan struct{}, maxConnections)})
+	if stop() || !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return <-stopped
+}
+
+// limited accepts at most cap(free) connections at a time.
+type limited struct {
+	net.Listener
+	free chan struct{}
+}
+
+type limitedConn struct {
+	net.Conn
+	once sync.Once
+	free chan struct{}
+}
+
+func (l *limited) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	for err == nil {
+		select {
+		case l.free <- struct{}{}:
+			return &limitedConn{Conn: c, free: l.free}, nil
+		default:
+			_ = c.Close() // a browser tries again
+			c, err = l.Listener.Accept()
+		}
+	}
+	return nil, err
+}
+
+func (c *limitedConn) Close() error {
+	c.once.Do(func() { <-c.free })
+	return c.Conn.Close()
+}
+
+// reachable reports whether a Host header is of this server. Another name could be that of a page elsewhere
+// whose name resolves to this address (DNS rebinding).
+func (s *Server) reachable(host string) bool {
+	name := host
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		name = h
+	}
+	own, err := os.Hostname()
+	return name == "localhost" || net.ParseIP(strings.Trim(name, "[]")) != nil ||
+		s.host != "" && strings.EqualFold(name, s.host) || err == nil && strings.EqualFold(name, own)
+}
+
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	h := w.Header()
+	h.Set("Content-Security-Policy", policy)
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Referrer-Policy", "no-referrer")
+	h.Set("Cross-Origin-Resource-Policy", "same-origin")
+	h.Set("Cache-Control", "no-store")
+	switch {
+	case !s.reachable(r.Host):
+		http.Error(w, fmt.Sprintf("got the host %.64q, want localhost or the address of this server", r.Host),
+			http.StatusMisdirectedRequest)
+	case r.Method != http.MethodGet:
+		h.Set("Allow", http.MethodGet)
+		http.Error(w, fmt.Sprintf("got the method %.16q, want GET", r.Method), http.StatusMethodNotAllowed)
+	case r.URL.Path == "/" && r.URL.Query().Has("token"):
+		s.enter(w, r)
+	case !s.known(r):
+		http.Error(w, "This browser has no access: open the address that hvdrun view printed, with its token. It works once; if it has been used, start hvdrun view again.",
+			http.StatusForbidden)
+	case strings.HasPrefix(r.URL.Path, "/data/"):
+		s.data(w, r)
+	default:
+		s.file(w, r)
+	}
+}
+
+// cookieName returns the name of the cookie. Cookies of a host are sent to all of its ports, so the name has
+// the port.
+func (s *Server) cookieName() string { return "hvd_view_" + s.port }
+
+// known reports whether a request has the cookie.
+func (s *Server) known(r *http.Request) bool {
+	c, err := r.Cookie(s.cookieName())
+	return err == nil && subtle.ConstantTimeCompare([]byte(c.Value), []byte(s.cookie)) == 1
+}
+
+// enter exchanges the token for the cookie.
+func (s *Server) enter(w http.ResponseWriter, r *http.Request) {
+	token := r.URL.Query().Get("token")
+	s.mu.Lock()
+	fits := s.token != "" && subtle.ConstantTimeCompare([]byte(token), []byte(s.token)) == 1
+	if fits {
+		s.token = ""
+	}
+	s.mu.Unlock()
+	if !fits && !s.known(r) {
+		http.Error(w, "This address has expired, because it works once: start hvdrun view again, and open the address that it prints.",
+			http.StatusForbidden)
+		return
+	}
+	if fits {
+		http.SetCookie(w, &http.Cookie{Name: s.cookieName(), Value: s.cookie, Path: "/", HttpOnly: true,
+			SameSite: http.SameSiteStrictMode})
+	}
+	w.Header().Set("Location", "/")
+	w.WriteHeader(http.StatusSeeOther)
+}
+
+// types has the types of the files of the page. Those of the package mime depend on the machine.
+var types = map[string]string{"": "text/html; charset=utf-8", ".html": "text/html; charset=utf-8",
+	".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
+
+// file serves a file of the page.
+func (s *Server) file(w http.ResponseWriter, r *http.Request) {
+	text, is := s.files[r.URL.Path]
+	if !is {
+		http.Error(w, "there is no such page", http.StatusNotFound)
+		return
+	}
+	w.Header().Set("Content-Type", cmp.Or(types[path.Ext(r.URL.Path)], "text/plain; charset=utf-8"))
+	_, _ = w.Write(text) // if the browser has gone away, nobody needs the error
+}
+
+// data answers a request for data.
+func (s *Server) data(w http.ResponseWriter, r *http.Request) {
+	key := r.URL.RequestURI()
+	s.mu.Lock()
+	a := s.cached[key]
+	fresh := a == nil
+	if fresh {
+		a = &answer{done: make(chan struct{})}
+		s.cached[key] = a
+	}
+	if r.URL.Path == "/data/tile" {
+		s.asked[key]++
+	}
+	s.mu.Unlock()
+	if fresh {
+		s.compute(key, a, r)
+	}
+	select {
+	case <-a.done:
+	case <-r.Context().Done():
+		return
+	}
+	if a.err != nil {
+		http.Error(w, a.err.Error(), http.StatusBadRequest)
+		return
+	}
+	h := w.Header()
+	h.Set("Content-Type", a.kind)
+	h.Set("Vary", "Accept-Encoding")
+	if r.URL.Query().Get("run") == s.id {
+		h.Set("Cache-Control", "private, max-age=86400, immutable")
+	}
+	if strings.Contains(r.Header.Get("Accept-Encoding"), "gzip") {
+		h.Set("Content-Encoding", "gzip")
+		_, _ = w.Write(a.body)
+		return
+	}
+	if z, err := gzip.NewReader(bytes.NewReader(a.body)); err == nil {
+		var b bytes.Buffer
+		if _, err := b.ReadFrom(z); err == nil {
+			_, _ = w.Write(b.Bytes())
+		}
+	}
+}
+
+// compute makes an answer. Only a few are made at a time. The answer stays in the cache if it is no error and
+// the cache has room.
+func (s *Server) compute(key string, a *answer, r *http.Request) {
+	s.work <- struct{}{}
+	body, kind, err := answerTo(s.source, s.id, path.Base(r.URL.Path), r.URL.Query())
+	packed := pack(body)
+	<-s.work
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a.body, a.kind, a.err = packed, kind, err
+	s.bytes += len(a.body)
+	if a.err != nil {
+		delete(s.cached, key)
+		s.bytes -= len(a.body)
+	}
+	for old, o := range s.cached { // in random order, which is good enough: the browser has a cache too
+		if s.bytes <= maxCached {
+			break
+		}
+		if o != a && o.body != nil {
+			s.bytes -= len(o.body)
+			delete(s.cached, old)
+		}
+	}
+	close(a.done)
+}
+
+// pack compresses a text by gzip.
+func pack(body []byte) []byte {
+	var b bytes.Buffer
+	z, _ := gzip.NewWriterLevel(&b, gzip.BestSpeed) // the error is that of a wrong level
+	_, _ = z.Write(body)                            // a bytes.Buffer returns no error
+	_ = z.Close()
+	return b.Bytes()
+}
+
+// answerTo returns the body of the answer to a request for data, and its type.
+func answerTo(source Source, id, name string, q url.Values) (body []byte, kind string, err error) {
+	number := func(name string) (n int) {
+		if err == nil {
+			if n, err = strconv.Atoi(cmp.Or(q.Get(name), "0")); err != nil {
+				err = fmt.Errorf("got %.32q for %s, want a number", q.Get(name), name)
+			}
+		}
+		return n
+	}
+	const binary = "application/octet-stream"
+	switch name {
+	case "tile":
+		t := Request{Rows: q.Get("rows"), Align: q.Get("align"), Level: number("level"),
+			Index: number("index"), Group: number("group")}
+		if err == nil {
+			body, err = source.Tile(t)
+		}
+		return body, binary, err
+	case "grid":
+		body, err = source.Grid(q.Get("name"))
+		return body, binary, err
+	}
+	var v any
+	switch name {
+	case "report":
+		v = source.Report()
+	case "info":
+		v = struct {
+			*Info
+			Run string `json:"run"`
+		}{source.Info(), id}
+	case "window":
+		v, err = source.Window(q.Get("align"))
+	case "labels":
+		v, err = source.Labels(q.Get("rows"))
+	case "find":
+		us, bad := strconv.ParseFloat(q.Get("us"), 64)
+		if row := number("row"); bad == nil && err == nil {
+			v, err = source.Find(q.Get("rows"), row, q.Get("align"), us)
+		}
+		err = errors.Join(err, bad)
+	case "operation":
+		if rank, index := number("rank"), number("index"); err == nil {
+			v, err = source.Operation(rank, index)
+		}
+	default:
+		err = errors.New("there is no such data")
+	}
+	if err == nil {
+		body, err = json.Marshal(v)
+	}
+	return body, "application/json", err
+}
