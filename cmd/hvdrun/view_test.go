@@ -1,0 +1,111 @@
+package main
+
+import (
+	"bufio"
+	"io"
+	"net"
+	"net/http"
+	"net/http/cookiejar"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// TestView starts hvdrun view and loads the page as a browser does.
+func TestView(t *testing.T) {
+	cmd := hvdrun(t, "view", putTimelines(t))
+	cmd.Env = append(os.Environ(), "SSH_CONNECTION=1.2.3.4 5 6.7.8.9 22")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewReader(out)
+	line, err := lines.ReadString('\n')
+	url, found := strings.CutPrefix(strings.TrimSpace(line), "open ")
+	if err != nil || !found {
+		t.Fatalf("got %q, %v, want the address of the page", line, err)
+	}
+	if line, err = lines.ReadString('\n'); !strings.Contains(line, "first run: ssh -L ") {
+		t.Errorf("got %q, %v, want a command for ssh", line, err)
+	}
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Jar: jar}
+	defer client.CloseIdleConnections()
+	base, _, _ := strings.Cut(url, "?")
+	for _, c := range []struct{ url, want string }{
+		{url, "<h1"}, {base + "data/report", "rank 1 held up all others for 5.00 ms per step"},
+	} {
+		a, err := client.Get(c.url)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(a.Body)
+		a.Body.Close()
+		if err != nil || a.StatusCode != 200 || !strings.Contains(string(body), c.want) {
+			t.Errorf("%s: got %d %.200q, %v, want %q", c.url, a.StatusCode, body, err, c.want)
+		}
+	}
+	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("got %v after SIGINT, want exit status 0", err)
+	}
+}
+
+// TestViewOfWhatIsNone checks what hvdrun view says if it cannot show a page, or only a part.
+func TestViewOfWhatIsNone(t *testing.T) {
+	dir, empty, other, half := putTimelines(t), t.TempDir(), t.TempDir(), putTimelines(t)
+	put := func(name, text string) {
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(filepath.Join(other, "notes.txt"), "hello")
+	text, err := os.ReadFile(filepath.Join(half, "t.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(filepath.Join(half, "t.json"), string(text[:len(text)/2]))
+	mixed := filepath.Join(t.TempDir(), "mixed")
+	if err := os.CopyFS(mixed, os.DirFS(dir)); err != nil {
+		t.Fatal(err)
+	}
+	put(filepath.Join(mixed, "u.json"), strings.Replace(string(text), `"epoch":1`, `"epoch":2`, 1))
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	page := filepath.Join(t.TempDir(), "out.html")
+	for _, c := range []struct {
+		args   []string
+		status int
+		want   string
+	}{
+		{nil, 2, "got no FILE, want rank 0's timeline or a folder of timelines"},
+		{[]string{filepath.Join(dir, "none.json")}, 1, "none.json: no such file or directory"},
+		{[]string{empty}, 1, "the folder contains no timeline files"},
+		{[]string{other}, 1, "notes.txt: byte 0: invalid character 'h' at start of value: want the JSON array"},
+		{[]string{"--addr", l.Addr().String(), dir}, 1, "cannot serve the page at --addr " + l.Addr().String()},
+		{[]string{"--addr", "x", dir}, 1, "missing port in address"},
+		{[]string{"--export", filepath.Join(dir, "none", "out.html"), dir}, 1, "no such file or directory"},
+		{[]string{"--export", page, half}, 0, "wrote " + page},
+		{[]string{"--export", page, mixed}, 0, "wrote " + page},
+	} {
+		stdout, stderr, status := output(t, append([]string{"view"}, c.args...)...)
+		if status != c.status || stdout != "" || !strings.Contains(stderr, c.want) ||
+			strings.Count(strings.TrimSpace(stderr), "\n") > 1 {
+			t.Errorf("%q: got exit status %d, %q and %q, want %d and %q", c.args, status, stdout, stderr,
+				c.status, c.want)
+		}
+	}
+}

@@ -1,0 +1,446 @@
+package view
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"fmt"
+	"math"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/chromedp/cdproto/log"
+	"github.com/chromedp/cdproto/runtime"
+	"github.com/chromedp/chromedp"
+)
+
+// tab is a page in a browser without a screen.
+type tab struct {
+	*testing.T
+	ctx context.Context
+	mu  sync.Mutex
+	// faults are errors of scripts, and what the browser has blocked.
+	faults []string
+}
+
+// openTab opens a page. It skips the test if there is no Chromium; in CI, which has it, it fails the test.
+func openTab(t *testing.T, url string) *tab {
+	t.Helper()
+	program := ""
+	for _, name := range []string{"chromium-headless-shell", "chromium", "google-chrome"} {
+		if at, err := exec.LookPath(name); err == nil && program == "" {
+			program = at
+		}
+	}
+	if program == "" {
+		if os.Getenv("CI") != "" {
+			t.Fatal("there is no Chromium: install chromium-headless-shell and fonts-dejavu-core")
+		}
+		t.Skip("there is no Chromium: the page is not tested in a browser (Debian: chromium-headless-shell, fonts-dejavu-core)")
+	}
+	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.ExecPath(program), chromedp.NoSandbox)
+	ctx, stop := context.WithTimeout(t.Context(), 2*time.Minute)
+	t.Cleanup(stop)
+	ctx, stop = chromedp.NewExecAllocator(ctx, options...)
+	t.Cleanup(stop)
+	ctx, stop = chromedp.NewContext(ctx)
+	t.Cleanup(stop)
+	p := &tab{T: t, ctx: ctx}
+	err := chromedp.Listen(ctx, func(event any) {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		switch e := event.(type) {
+		case *runtime.EventExceptionThrown:
+			p.faults = append(p.faults, fmt.Sprint(e.ExceptionDetails.Text, e.ExceptionDetails.Exception))
+		case *log.EventEntryAdded:
+			p.faults = append(p.faults, e.Entry.Text)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.do(chromedp.EmulateViewport(1400, 900), chromedp.Navigate(url))
+	return p
+}
+
+func (p *tab) do(steps ...chromedp.Action[chromedp.Void]) {
+	p.Helper()
+	if err := chromedp.Do(p.ctx, steps...); err != nil {
+		p.Fatal(err)
+	}
+}
+
+// text returns the value of an expression, which is a string.
+func (p *tab) text(expression string) string {
+	p.Helper()
+	text, err := chromedp.Run(p.ctx, chromedp.Evaluate[string](expression, chromedp.EvalAwaitPromise))
+	if err != nil {
+		p.Fatalf("%.200s: %v", expression, err)
+	}
+	return text
+}
+
+// list stores the value of an expression in v.
+func (p *tab) list(expression string, v any) {
+	p.Helper()
+	if err := json.Unmarshal([]byte(p.text("JSON.stringify("+expression+")")), v); err != nil {
+		p.Fatal(err)
+	}
+}
+
+// wait waits until an expression is true.
+func (p *tab) wait(expression string) {
+	p.Helper()
+	_, err := chromedp.Run(p.ctx, chromedp.Poll[bool](expression, chromedp.WithPollingTimeout(time.Minute)))
+	if err != nil {
+		p.Fatalf("%.200s: %v; the page says %q", expression, err, p.text("document.body.innerText.slice(0, 500)"))
+	}
+}
+
+// ready waits until the page is complete.
+func (p *tab) ready() {
+	p.Helper()
+	p.wait(`document.documentElement.dataset.ready === "true"`)
+	p.still()
+}
+
+// still waits until nothing is drawn any more.
+func (p *tab) still() {
+	p.Helper()
+	p.text(`(async () => {
+		for (let same = 0, last = -1; same < 6;) {
+			await new Promise(r => setTimeout(r, 30));
+			same = drawn.frames === last ? same + 1 : 0;
+			last = drawn.frames;
+		}
+		return '';
+	})()`)
+}
+
+func (p *tab) noFaults() {
+	p.Helper()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.faults) > 0 {
+		p.Errorf("the browser reports: %s", strings.Join(p.faults, "\n"))
+	}
+}
+
+// serve serves a page and returns its server.
+func serve(t *testing.T, source Source) *Server {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := NewServer(source, l.Addr().String())
+	ctx, stop := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- s.Serve(ctx, l) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// parseMicros reads a time as the page shows it.
+func parseMicros(t *testing.T, text string) float64 {
+	t.Helper()
+	number, unit, _ := strings.Cut(text, " ")
+	n, err := strconv.ParseFloat(number, 64)
+	if err != nil {
+		t.Fatalf("got the time %q: %v", text, err)
+	}
+	return n * map[string]float64{"us": 1, "ms": 1e3, "s": 1e6}[unit]
+}
+
+// The numbers on the page are those of the report, as hvdrun timeline --json prints them.
+func TestPageShowsTheReport(t *testing.T) {
+	v := straggler.read(t)
+	r := v.report
+	p := openTab(t, serve(t, v).URL())
+	p.ready()
+	sentence := strings.ToUpper(r.Lateness.Verdict[:1]) + r.Lateness.Verdict[1:] + "."
+	if got := p.text(`document.getElementById("sentence").textContent`); got != sentence {
+		t.Errorf("got the sentence %q, want %q", got, sentence)
+	}
+	same := func(what, text string, want float64) {
+		t.Helper()
+		if got := parseMicros(t, text); math.Abs(got-want) > 0.006*want+0.006 {
+			t.Errorf("%s: got %q, want %g us", what, text, want)
+		}
+	}
+	var tiles []string
+	p.list(`[...document.querySelectorAll("#numbers .value")].map(e => e.textContent)`, &tiles)
+	for i, want := range []float64{r.StepUS, r.StepP99US, r.Lateness.GainUS, r.Lateness.AnybodyUS} {
+		same(fmt.Sprint("number ", i), tiles[i], want)
+	}
+	table := func(name string) (rows [][]string) {
+		t.Helper()
+		p.do(chromedp.Navigate(p.text(`location.href.split("#")[0]`) + "#table=" + name))
+		p.wait(`document.getElementById("tab-` + name + `").getAttribute("aria-selected") === "true"`)
+		p.list(`[...document.querySelectorAll("#table tbody tr")].map(r => [...r.children].map(c => c.textContent))`,
+			&rows)
+		return rows
+	}
+	ranks := table("ranks")
+	for i, row := range ranks {
+		rank, err := strconv.Atoi(row[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		l := r.Lateness.Ranks[rank]
+		if i == 0 && rank != 2 {
+			t.Errorf("got rank %d first, want rank 2", rank)
+		}
+		for column, want := range map[int]float64{2: l.HeldUS, 3: l.HeldPerStepUS, 5: l.CausedUS, 7: l.P50US,
+			8: l.P90US, 9: l.P99US, 10: l.MaxUS, 11: r.Phases[rank].US["waiting"],
+			12: r.Phases[rank].US["outside"]} {
+			same(fmt.Sprintf("rank %d, column %d", rank, column), row[column], want)
+		}
+		if want := strconv.FormatInt(l.Last, 10); row[4] != want {
+			t.Errorf("rank %d: got %s operations, want %s", rank, row[4], want)
+		}
+	}
+	hosts := table("hosts")
+	for i, row := range hosts {
+		same("host "+row[0], row[3], r.Hosts[i].CausedUS)
+	}
+	tensors := table("tensors")
+	for i, row := range tensors {
+		x := r.TensorTable[i]
+		if row[0] != x.Name || row[7] != strconv.FormatUint(x.Count, 10) {
+			t.Errorf("got the tensor %q, want %+v", row, x)
+		}
+		for column, want := range map[int]float64{2: x.WaitedUS, 3: x.TotalUS, 4: x.MeanUS, 5: x.P99US,
+			6: x.MaxUS} {
+			same(fmt.Sprintf("%s, column %d", x.Name, column), row[column], want)
+		}
+	}
+	steps := table("steps")
+	for _, row := range steps {
+		n, err := strconv.Atoi(row[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := r.StepList[n]
+		for text, want := range map[string]float64{row[1]: s.BeginUS - micros(v.Begin), row[2]: s.LengthUS,
+			row[3]: s.AnyHeldUS, row[5]: s.WaitedUS} {
+			same(fmt.Sprint("step ", n), text, want)
+		}
+	}
+	if len(ranks) != 4 || len(hosts) != 2 || len(tensors) != 6 || len(steps) != int(r.Steps) {
+		t.Errorf("got tables of %d, %d, %d and %d rows", len(ranks), len(hosts), len(tensors), len(steps))
+	}
+	p.noFaults()
+}
+
+// Whatever is shown, a frame draws at most 5,000 rectangles and 12 bitmaps, and no tile is fetched twice.
+// Keys and Back change what is shown, and the address has it.
+func TestFramesAreBounded(t *testing.T) {
+	v := testJob{ranks: 64, hosts: 8, tensors: 30, steps: 20, compute: 20000, late: 37, lateBy: 9000}.read(t)
+	s := serve(t, v)
+	p := openTab(t, s.URL())
+	p.ready()
+	p.text(`document.getElementById("timeline").focus() ?? ""`)
+	for _, keys := range []string{"wwww", "dddd", "wwwwww", "aaaaa", "....", ",,", "ssss", "0", "...", "wwwwwwww"} {
+		p.do(chromedp.KeyEvent(keys))
+		p.still()
+	}
+	p.text(`[...document.querySelectorAll("#table button.link")].find(b => b.textContent === "37").click() ?? ""`)
+	p.wait(`location.hash.includes("open=37")`)
+	p.still()
+	p.do(chromedp.KeyEvent("wwww"))
+	p.still()
+	p.text(`document.getElementById("align-step").click() ?? ""`)
+	p.wait(`location.hash.includes("align=step")`)
+	p.still()
+	p.text(`history.back() ?? ""`)
+	p.wait(`!location.hash.includes("align=step") && location.hash.includes("open=37")`)
+	p.still()
+	var drawn struct{ Frames, MostRectangles, MostBitmaps int }
+	p.list(`drawn`, &drawn)
+	if drawn.MostRectangles > 5000 || drawn.MostBitmaps > 12 || drawn.Frames < 20 || drawn.MostBitmaps == 0 ||
+		drawn.MostRectangles < 100 {
+		t.Errorf("got %+v, want at most 5000 rectangles and 12 bitmaps", drawn)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for tile, n := range s.asked {
+		if n > 1 {
+			t.Errorf("%s was fetched %d times", tile, n)
+		}
+	}
+	if len(s.asked) < 10 {
+		t.Errorf("only %d tiles were fetched", len(s.asked))
+	}
+	p.noFaults()
+}
+
+var hostile = []string{
+	`<img src=x onerror="document.title='hacked'">`, `</script><script>document.title='hacked'</script>`,
+	`"><svg onload=alert(1)>`, "\u202egnp.elif\u2066", "\x1b[31mred\x1b[0m", "a\x00b", "__proto__", "constructor",
+	strings.Repeat("long", 50_000), "", "a\nb\tc", "${alert(1)}", "%s%n", "javascript:alert(1)",
+}
+
+// Names of tensors do nothing but to be shown, in the page and in an exported page.
+func TestHostileNames(t *testing.T) {
+	v := testJob{ranks: 2, tensors: len(hostile), steps: 6, compute: 3000, late: 1, lateBy: 2000,
+		names: hostile}.read(t)
+	v.Title = hostile[1]
+	for i := range v.Ranks {
+		v.Ranks[i].Host = hostile[i]
+	}
+	v.report.Problems = append(v.report.Problems, hostile[0])
+	var exported bytes.Buffer
+	if err := Export(&exported, v); err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(exported.String(), "hacked") {
+		t.Error("the exported page has a name as markup")
+	}
+	file := filepath.Join(t.TempDir(), "out.html")
+	if err := os.WriteFile(file, exported.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, url := range []string{serve(t, v).URL(), "file://" + file} {
+		p := openTab(t, url)
+		p.ready()
+		// uPlot is in the exported page as such a script.
+		elements := p.text(`String(document.querySelectorAll("img, svg, script:not([src]):not([type])").length)`)
+		if want := strconv.Itoa(strings.Count(url, "file:")); elements != want {
+			t.Errorf("got %s elements of a name, want %s", elements, want)
+		}
+		for _, table := range []string{"tensors", "hosts"} {
+			p.text(`document.getElementById("tab-` + table + `").click() ?? ""`)
+			p.still()
+		}
+		p.text(`document.getElementById("tab-tensors").click() ?? ""`)
+		all := p.text(`document.getElementById("table").textContent`)
+		for _, want := range []string{hostile[0], `\u202egnp.elif\u2066`, `\u001b[31mred`, `a\u0000b`, `a\u000ab\u0009c`,
+			"__proto__"} {
+			if !strings.Contains(all, want) {
+				t.Errorf("the table of tensors lacks %q", want)
+			}
+		}
+		if strings.ContainsAny(all, "\u202e\u2066\x1b\x00\n") {
+			t.Error("the table of tensors has a control character")
+		}
+		// Each tensor can be shown on all ranks.
+		p.text(`(async () => {
+			for (let i = 0; i < ` + strconv.Itoa(len(hostile)) + `; i++) {
+				document.querySelectorAll("#table button.link")[i].click();
+				await new Promise(r => setTimeout(r, 20));
+			}
+			return "";
+		})()`)
+		p.still()
+		if title := p.text(`document.title`); !strings.HasPrefix(title, "Timelines: </script>") {
+			t.Errorf("got the title %q", title)
+		}
+		p.noFaults()
+	}
+	// If a script of the page did use a name as markup, the browser would refuse it.
+	p := openTab(t, serve(t, v).URL())
+	p.ready()
+	got := p.text(`(() => { try { document.body.innerHTML = "<b>x</b>"; return "allowed"; } catch (e) { return e.name; } })()`)
+	if got != "TypeError" {
+		t.Errorf("setting markup: got %s, want a TypeError of trusted types", got)
+	}
+}
+
+// axe is axe-core 4.12.1 (MPL-2.0; its SHA-256 is 84494fec), which finds faults that keep people out.
+func axe(t *testing.T) string {
+	t.Helper()
+	f, err := os.Open("testdata/axe.min.js.gz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var b bytes.Buffer
+	if _, err := b.ReadFrom(z); err != nil {
+		t.Fatal(err)
+	}
+	return b.String()
+}
+
+func TestAccessibility(t *testing.T) {
+	v := straggler.read(t)
+	v.report.Problems = append(v.report.Problems, "a note")
+	p := openTab(t, serve(t, v).URL())
+	p.ready()
+	p.text(axe(t) + `; ""`)
+	check := func(what string) {
+		t.Helper()
+		found := p.text(`axe.run(document, { resultTypes: ["violations"] }).then(r => JSON.stringify(
+			r.violations.map(v => v.id + ": " + v.help + ": " + v.nodes.map(n => n.target.join(" ") + " " + (n.any[0]?.message ?? "")).join("; "))))`)
+		if found != "[]" {
+			t.Errorf("%s: %s", what, found)
+		}
+	}
+	for _, theme := range []string{"light", "dark"} {
+		p.wait(`(document.documentElement.dataset.shown === "` + theme + `") || (document.getElementById("theme").click(), false)`)
+		p.still()
+		check(theme)
+		for _, table := range []string{"tensors", "steps"} {
+			p.text(`document.getElementById("tab-` + table + `").click() ?? ""`)
+			p.still()
+			check(theme + ", " + table)
+		}
+		p.text(`document.getElementById("timeline").focus() ?? ""`)
+		p.text(`location.hash = "op=1.30&rank=1&open=1"`)
+		p.wait(`!document.getElementById("detail").hidden && !!document.querySelector("#detail table")`)
+		p.do(chromedp.EmulateViewport(700, 450)) // as a window of 1400 pixels at 200 %
+		p.still()
+		if wide := p.text(`String(document.documentElement.scrollWidth)`); wide != "700" {
+			t.Errorf("at 200 %% the page is %s pixels wide, want 700", wide)
+		}
+		check(theme + ", an operation, at 200 %")
+		p.do(chromedp.EmulateViewport(1400, 900))
+		p.text(`document.getElementById("help-open").click() ?? ""`)
+		check(theme + ", keys")
+		p.text(`document.getElementById("help-close").click() ?? ""`)
+	}
+	p.noFaults()
+}
+
+// If the server has ended, or the address has been used, the page says so in a sentence.
+func TestPageSaysWhatIsWrong(t *testing.T) {
+	v := straggler.read(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := NewServer(v, l.Addr().String())
+	ctx, stop := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- s.Serve(ctx, l) }()
+	url := s.URL()
+	p := openTab(t, url)
+	p.ready()
+	other := openTab(t, url)
+	if text := other.text(`document.body.innerText`); !strings.Contains(text, "This address has expired, because it works once") {
+		t.Errorf("the used address says %q", text)
+	}
+	stop()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	p.text(`document.getElementById("align-step").click() ?? ""`)
+	p.wait(`document.getElementById("timeline-note").textContent.includes("does not answer")`)
+}

@@ -1,0 +1,199 @@
+package view
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/cookiejar"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+)
+
+// get returns the answer of a server to a request.
+func get(s *Server, change func(*http.Request)) *http.Response {
+	r := httptest.NewRequest(http.MethodGet, "http://127.0.0.1:1234/", nil)
+	change(r)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	return w.Result()
+}
+
+func TestAccess(t *testing.T) {
+	s := NewServer(straggler.read(t), "127.0.0.1:1234")
+	token := s.token
+	in := func(r *http.Request) { r.AddCookie(&http.Cookie{Name: "hvd_view_1234", Value: s.cookie}) }
+	to := func(path string) func(*http.Request) {
+		return func(r *http.Request) { r.URL.Path, r.URL.RawQuery, _ = strings.Cut(path, "?") }
+	}
+	both := func(all ...func(*http.Request)) func(*http.Request) {
+		return func(r *http.Request) {
+			for _, f := range all {
+				f(r)
+			}
+		}
+	}
+	host := func(name string) func(*http.Request) { return func(r *http.Request) { r.Host = name } }
+	// Parts of this list depend on those before: the token works once.
+	for _, c := range []struct {
+		what   string
+		change func(*http.Request)
+		status int
+		text   string
+	}{
+		{"without a cookie", both(), 403, "open the address that hvdrun view printed"},
+		{"data without a cookie", to("/data/report"), 403, "no access"},
+		{"a file without a cookie", to("/main.js"), 403, "no access"},
+		{"a wrong cookie", func(r *http.Request) {
+			r.AddCookie(&http.Cookie{Name: "hvd_view_1234", Value: "x"})
+		}, 403, "no access"},
+		{"a wrong token", to("/?token=AAAA"), 403, "has expired"},
+		{"an empty token", to("/?token="), 403, "has expired"},
+		{"the token", to("/?token=" + token), 303, ""},
+		{"the token again", to("/?token=" + token), 403, "has expired"},
+		{"no token after its use", to("/?token="), 403, "has expired"},
+		{"the token again in the same browser", both(in, to("/?token="+token)), 303, ""},
+		{"the page", in, 200, "<h1 id=\"sentence\">"},
+		{"a module", both(in, to("/main.js")), 200, "hvdrun view"},
+		{"the report", both(in, to("/data/report")), 200, "held up all others"},
+		{"another file", both(in, to("/server.go")), 404, "no such page"},
+		{"a path outside", both(in, to("/../../etc/passwd")), 404, "no such page"},
+		{"other data", both(in, to("/data/../report.go")), 400, "no such data"},
+		{"a wrong number", both(in, to("/data/tile?level=x&rows=ranks")), 400, "want a number"},
+		{"a tile that there is not", both(in, to("/data/tile?level=1&index=2&rows=ranks")), 400, "one of 2^level"},
+		{"localhost", both(in, host("localhost:9")), 200, ""},
+		{"IPv6", both(in, host("[::1]:9")), 200, ""},
+		{"a name of somebody else", both(in, host("evil.example:1234")), 421, "want localhost"},
+		{"such a name with the token", both(host("evil.example"), to("/?token="+token)), 421, "want localhost"},
+		{"POST", both(in, func(r *http.Request) { r.Method = "POST" }), 405, "want GET"},
+		{"HEAD", both(in, func(r *http.Request) { r.Method = "HEAD" }), 405, "want GET"},
+	} {
+		a := get(s, c.change)
+		body, err := io.ReadAll(a.Body)
+		if err != nil || a.StatusCode != c.status || !strings.Contains(string(body), c.text) {
+			t.Errorf("%s: got %d %.200q, want %d and %q", c.what, a.StatusCode, body, c.status, c.text)
+		}
+		policy := a.Header.Get("Content-Security-Policy")
+		if !strings.HasPrefix(policy, "default-src 'none';") || !strings.Contains(policy, "require-trusted-types-for 'script'") {
+			t.Errorf("%s: got the policy %q", c.what, policy)
+		}
+		for _, cookie := range a.Cookies() {
+			if !cookie.HttpOnly || cookie.SameSite != http.SameSiteStrictMode {
+				t.Errorf("%s: got the cookie %v", c.what, cookie)
+			}
+		}
+	}
+}
+
+// counted counts the tiles that are made.
+type counted struct {
+	Source
+	mu   sync.Mutex
+	made int
+}
+
+func (c *counted) Tile(q Request) ([]byte, error) {
+	c.mu.Lock()
+	c.made++
+	c.mu.Unlock()
+	return c.Source.Tile(q)
+}
+
+// A tile is made once, even if many ask for it at the same time, and over a real connection the browser gets
+// it as the tile that it is.
+func TestTilesAreMadeOnce(t *testing.T) {
+	source := &counted{Source: straggler.read(t)}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := NewServer(source, l.Addr().String())
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- s.Serve(ctx, l) }()
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Jar: jar, Transport: &http.Transport{MaxConnsPerHost: 8}}
+	a, err := client.Get(s.URL())
+	if err != nil || a.StatusCode != 200 {
+		t.Fatal(a, err)
+	}
+	want, err := source.Source.Tile(Request{Rows: "ranks"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all sync.WaitGroup
+	for range 20 {
+		all.Go(func() {
+			a, err := client.Get(fmt.Sprintf("http://%s/data/tile?rows=ranks&run=%s", l.Addr(), s.id))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer a.Body.Close()
+			got, err := io.ReadAll(a.Body)
+			if err != nil || string(got) != string(want) || !strings.Contains(a.Header.Get("Cache-Control"), "immutable") {
+				t.Errorf("got %d bytes, %v, %v, want %d", len(got), err, a.Header, len(want))
+			}
+		})
+	}
+	all.Wait()
+	if source.made != 1 {
+		t.Errorf("the tile was made %d times, want once", source.made)
+	}
+	client.CloseIdleConnections()
+	stop()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// More connections than a browser needs are refused, and those that are open go on.
+func TestConnectionsAreLimited(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	limit := &limited{Listener: l, free: make(chan struct{}, 2)}
+	accepted := make(chan net.Conn)
+	go func() {
+		defer close(accepted)
+		for {
+			c, err := limit.Accept()
+			if err != nil {
+				return
+			}
+			accepted <- c
+		}
+	}()
+	dial := func() net.Conn {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	one, two, three := dial(), dial(), dial()
+	defer two.Close()
+	defer one.Close()
+	defer three.Close()
+	first := <-accepted
+	<-accepted
+	if _, err := three.Read(make([]byte, 1)); err == nil {
+		t.Error("the third connection was not closed")
+	}
+	if err := first.Close(); err != nil {
+		t.Error(err)
+	}
+	defer dial().Close()
+	<-accepted // there is room again
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+	<-accepted
+}
