@@ -24,7 +24,7 @@ import (
 
 // tab is a page in a browser without a screen.
 type tab struct {
-	*testing.T
+	testing.TB
 	ctx context.Context
 	mu  sync.Mutex
 	// faults are errors of scripts, and what the browser has blocked.
@@ -32,7 +32,7 @@ type tab struct {
 }
 
 // openTab opens a page. It skips the test if there is no Chromium; in CI, which has it, it fails the test.
-func openTab(t *testing.T, url string) *tab {
+func openTab(t testing.TB, url string) *tab {
 	t.Helper()
 	program := ""
 	for _, name := range []string{"chromium-headless-shell", "chromium", "google-chrome"} {
@@ -53,7 +53,7 @@ func openTab(t *testing.T, url string) *tab {
 	t.Cleanup(stop)
 	ctx, stop = chromedp.NewContext(ctx)
 	t.Cleanup(stop)
-	p := &tab{T: t, ctx: ctx}
+	p := &tab{TB: t, ctx: ctx}
 	err := chromedp.Listen(ctx, func(event any) {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -135,7 +135,7 @@ func (p *tab) noFaults() {
 }
 
 // serve serves a page and returns its server.
-func serve(t *testing.T, source Source) *Server {
+func serve(t testing.TB, source Source) *Server {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -1,0 +1,64 @@
+package view
+
+import (
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/chromedp/chromedp"
+)
+
+// BenchmarkFrames measures the time between frames while the timeline is zoomed and moved, the time until the
+// first picture, and the memory of the server. It prints the machine and its load. Run it with
+//
+//	go test -run '^$' -bench Frames -benchtime 1x ./timeline/view
+func BenchmarkFrames(b *testing.B) {
+	for name, j := range map[string]testJob{
+		"4 ranks, 2 million events": {ranks: 4, tensors: 161, steps: 240, compute: 20000, late: 2, lateBy: 5000},
+		"256 ranks, 161 tensors, 12 steps": {ranks: 256, hosts: 32, tensors: 161, steps: 12, compute: 100000,
+			late: 137, lateBy: 20000},
+	} {
+		b.Run(name, func(b *testing.B) {
+			dir := j.write(b, b.TempDir())
+			for b.Loop() {
+				begun := time.Now()
+				run := readRun(b, dir)
+				p := openTab(b, serve(b, run).URL())
+				p.wait(`document.documentElement.dataset.ready === "true" && drawn.frames > 0`)
+				b.ReportMetric(time.Since(begun).Seconds(), "s-to-picture")
+				p.measure(b)
+				runtime.GC()
+				var m runtime.MemStats
+				runtime.ReadMemStats(&m)
+				b.ReportMetric(float64(m.HeapAlloc)/(1<<20), "MiB-server")
+			}
+			load, err := os.ReadFile("/proc/loadavg")
+			b.Logf("%d CPUs, load %s, %v", runtime.NumCPU(), strings.TrimSpace(string(load)), err)
+		})
+	}
+}
+
+// measure moves the timeline by keys for some seconds and reports the times between frames.
+func (p *tab) measure(b *testing.B) {
+	p.text(`(() => {
+		globalThis.times = [];
+		let last = performance.now();
+		const next = now => { times.push(now - last); last = now; requestAnimationFrame(next); };
+		requestAnimationFrame(next);
+		document.getElementById("timeline").focus();
+		return "";
+	})()`)
+	for _, keys := range []string{"wwwwwwww", "dddddddddd", "aaaaaaaaaa", "ssssssss", "....", "0"} {
+		p.do(chromedp.KeyEvent(keys))
+		p.still()
+	}
+	var times []float64
+	p.list("times", &times)
+	slices.Sort(times)
+	for name, share := range map[string]float64{"ms-median": 0.5, "ms-p99": 0.99, "ms-max": 1} {
+		b.ReportMetric(times[int(share*float64(len(times)-1))], name)
+	}
+}
