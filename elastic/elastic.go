@@ -20,11 +20,10 @@ package elastic
 import (
 	"context"
 	"errors"
-	"fmt"
-	"slices"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/commits"
+	membership "github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
@@ -35,9 +34,6 @@ var ErrRemoved = rank.ErrRemoved
 // errChanged makes the training function return, because the ranks of the job change.
 var errChanged = errors.New("the ranks of the job change: return this error from the training function")
 
-// maxVain is how often in a row the training may fail because of other ranks without a commit.
-const maxVain = 3
-
 // State is the state of the training. All its methods are called by the goroutine that has called Run.
 type State interface {
 	// Save returns a copy of the state. Run does not change it.
@@ -46,19 +42,13 @@ type State interface {
 	Restore(data []byte) error
 }
 
-// commit is a saved state. Commits are numbered from 1; 0 means that there is none.
-type commit struct {
-	number int64
-	data   []byte
-}
-
 // Job is this process in an elastic job.
 type Job struct {
-	state  State
-	member *rank.Membership // nil if the job is not elastic
+	state   State
+	commits commits.Job
 	// granted is the last commit of which this rank knows that all ranks have saved it. saved is the next
-	// one, if there is one. Other ranks may know that all have saved it.
-	granted, saved commit
+	// one, if this rank has saved it.
+	granted, saved []byte
 }
 
 // Run joins the job, as hvd.Init does with opts, and calls train until it returns nil. Before each call, all
@@ -72,169 +62,131 @@ type Job struct {
 func Run(ctx context.Context, state State, train func(ctx context.Context, job *Job) error,
 	opts ...hvd.InitOption) error {
 	j := &Job{state: state}
-	restore := false
-	for vain, last := 0, int64(0); ; {
-		err := j.join(ctx, restore, opts)
+	for {
+		err := j.join(ctx, opts)
 		if err == nil {
 			err = train(ctx, j)
 		}
-		var peer *hvd.PeerError
-		switch changed := errors.Is(err, errChanged); {
+		switch {
 		case err == nil:
-			return j.tell(ctx, joblink.MemberEvent{Kind: joblink.Done})
-		case j.member == nil || !changed && !errors.As(err, &peer) || errors.Is(err, ErrRemoved) ||
-			ctx.Err() != nil:
+			return j.commits.Done(ctx)
+		case ctx.Err() != nil:
 			return err
-		case changed:
-			restore, vain = false, 0
-			err = j.keep()
-		case j.granted.number == last && vain+1 == maxVain:
-			return fmt.Errorf("elastic: the training has failed %d times in a row without a commit: %w", maxVain, err)
-		default:
-			if j.granted.number != last {
-				vain = 0
+		case errors.Is(err, errChanged):
+			if j.granted, err = j.state.Save(); err == nil {
+				j.commits.Changed()
 			}
-			restore, err, vain = true, nil, vain+1
+		default:
+			var peer *hvd.PeerError
+			err = j.commits.Failed(err, errors.As(err, &peer) && !errors.Is(err, ErrRemoved))
 		}
 		if err != nil {
 			return err
 		}
-		last = j.granted.number
 		// The job has failed for this rank or all ranks leave this generation, so an error says nothing new.
 		_ = hvd.Shutdown(ctx)
 	}
 }
 
 // join joins the job and makes the state equal at all ranks.
-func (j *Job) join(ctx context.Context, restore bool, opts []hvd.InitOption) error {
+func (j *Job) join(ctx context.Context, opts []hvd.InitOption) error {
 	if err := hvd.Init(ctx, opts...); err != nil {
 		return err
 	}
-	j.member = rank.ProcessMembership()
-	if err := j.sync(ctx, restore); err != nil {
+	if err := j.sync(ctx); err != nil {
 		return err
 	}
-	if j.member == nil || hvd.Rank() != 0 {
-		return nil
-	}
-	return j.tell(ctx, joblink.MemberEvent{Kind: joblink.Synced, Generation: j.member.Generation()})
+	return j.commits.Synced(ctx, collectives{})
 }
 
-func (j *Job) tell(ctx context.Context, e joblink.MemberEvent) error {
-	if j.member == nil {
-		return nil
-	}
-	return j.member.Tell(ctx, e)
-}
-
-// keep makes the present state, which is equal at all ranks, a commit, so that new ranks can get it.
-func (j *Job) keep() error {
-	data, err := j.state.Save()
-	j.granted = commit{j.granted.number + 1, data}
-	return err
-}
-
-// sync makes the state of all ranks that of the newest commit that any of them knows to be saved at all
-// ranks. If there is none, it makes it that of rank 0. A rank that has this commit only restores it if
-// restore is set.
-func (j *Job) sync(ctx context.Context, restore bool) error {
-	numbers, err := hvd.Allgather(ctx, []int64{j.granted.number}, hvd.Name("elastic.commits"))
+// sync makes the state of all ranks that of the commit with which they go on.
+func (j *Job) sync(ctx context.Context) (err error) {
+	plan, err := j.commits.Join(ctx, collectives{}, false)
 	if err != nil {
 		return err
 	}
-	newest := slices.Max(numbers)
-	j.settle(newest)
-	root := slices.Index(numbers, newest)
-	if newest == 0 {
-		if newest = 1; hvd.Rank() == root {
-			if err := j.keep(); err != nil {
-				return err
-			}
-		}
-	}
-	has := int64(0)
-	if j.granted.number == newest {
-		has = 1
-	}
-	all, err := hvd.Allreduce(ctx, []int64{has}, hvd.Op(hvd.Min), hvd.Name("elastic.has"))
-	if err != nil {
-		return err
-	}
-	if all[0] == 0 {
-		if err := j.send(ctx, root, newest); err != nil {
+	switch plan.Held {
+	case commits.Saved:
+		j.granted = j.saved
+	case commits.Present:
+		if j.granted, err = j.state.Save(); err != nil {
 			return err
 		}
 	}
-	if has == 1 && !restore {
+	j.saved = nil
+	if plan.Missing {
+		if err := j.send(ctx, plan); err != nil {
+			return err
+		}
+	}
+	if plan.Held != commits.Nothing && !plan.Restore {
 		return nil
 	}
-	return j.state.Restore(j.granted.data)
+	return j.state.Restore(j.granted)
 }
 
-// settle makes the saved commit the granted one if another rank knows that all ranks have saved it. Otherwise
-// it forgets it, because a later commit will have its number.
-func (j *Job) settle(newest int64) {
-	if j.granted.number < newest && j.saved.number == newest {
-		j.granted = j.saved
-	}
-	j.saved = commit{}
-}
-
-// send sends the commit of the rank root to the ranks that do not have it.
-func (j *Job) send(ctx context.Context, root int, number int64) error {
-	length, err := hvd.Broadcast(ctx, []int64{int64(len(j.granted.data))}, root, hvd.Name("elastic.length"))
+// send sends the commit of the root to the ranks that do not have it.
+func (j *Job) send(ctx context.Context, plan commits.Plan) error {
+	length, err := hvd.Broadcast(ctx, []int64{int64(len(j.granted))}, plan.Root, hvd.Name("elastic.length"))
 	if err != nil {
 		return err
 	}
-	data := j.granted.data
-	if j.granted.number != number {
+	data := j.granted
+	if plan.Held == commits.Nothing {
 		data = make([]byte, length[0])
 	}
-	if data, err = hvd.Broadcast(ctx, data, root, hvd.Name("elastic.state")); err != nil {
-		return err
+	data, err = hvd.Broadcast(ctx, data, plan.Root, hvd.Name("elastic.state"))
+	if err == nil && plan.Held == commits.Nothing {
+		j.granted = data
 	}
-	if j.granted.number != number {
-		j.granted = commit{number, data}
-	}
-	return nil
+	return err
 }
 
 // Commit saves the state, which must be the same at all ranks, and waits until all ranks have saved it. So
 // every rank must call it equally often. If the ranks of the job change, it returns an error that the
 // training function must return. If a rank dies later, the training goes on with the state of the last
 // commit.
-func (j *Job) Commit(ctx context.Context) error {
-	data, err := j.state.Save()
+func (j *Job) Commit(ctx context.Context) (err error) {
+	if j.saved, err = j.state.Save(); err != nil {
+		return err
+	}
+	changes, err := j.commits.Vote(ctx, collectives{}, true, 0)
 	if err != nil {
 		return err
 	}
-	j.saved = commit{j.granted.number + 1, data}
-	changed, err := j.vote(ctx)
-	if err != nil {
-		return err
-	}
-	j.granted, j.saved = j.saved, commit{}
-	return changed
+	j.granted, j.saved = j.saved, nil
+	return errorOf(changes)
 }
 
 // Check is like Commit, but saves nothing. If the ranks only change by plan, nothing is lost either.
 func (j *Job) Check(ctx context.Context) error {
-	changed, err := j.vote(ctx)
+	changes, err := j.commits.Vote(ctx, collectives{}, false, 0)
 	if err != nil {
 		return err
 	}
-	return changed
+	return errorOf(changes)
 }
 
-// vote waits for all ranks, and returns errChanged in changed if any of them knows of a later generation.
-func (j *Job) vote(ctx context.Context) (changed, err error) {
-	pending := int64(0)
-	if j.member != nil && j.member.Pending() != nil {
-		pending = 1
+func errorOf(changes membership.Change) error {
+	if changes != 0 {
+		return errChanged
 	}
-	any, err := hvd.Allreduce(ctx, []int64{pending}, hvd.Op(hvd.Max), hvd.Name("elastic.vote"))
-	if err == nil && any[0] > 0 {
-		changed = errChanged
+	return nil
+}
+
+// collectives has the operations of this process by which the ranks agree.
+type collectives struct{}
+
+func (collectives) Rank() int { return hvd.Rank() }
+
+func (collectives) Allgather(ctx context.Context, numbers []int64) ([]int64, error) {
+	return hvd.Allgather(ctx, numbers, hvd.Name("elastic.commits"))
+}
+
+func (collectives) Max(ctx context.Context, number int64) (int64, error) {
+	all, err := hvd.Allreduce(ctx, []int64{number}, hvd.Op(hvd.Max), hvd.Name("elastic.vote"))
+	if err != nil {
+		return 0, err
 	}
-	return changed, err
+	return all[0], nil
 }

@@ -1,0 +1,205 @@
+// Package commits is what a process does between two generations of an elastic job: it agrees with the other
+// ranks on the commit with which they go on, and decides whether the training goes on after it has failed. It
+// knows commits only by their numbers. Package elastic keeps the states of programs in Go; programs in other
+// languages keep theirs (internal/library).
+//
+// At the start of a generation a process joins its job, calls Join, does what the Plan says, and calls
+// Synced. The training calls Vote. When it ends, the process calls Done, Changed or Failed. After the last
+// two it leaves its job and begins again.
+package commits
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/rank"
+)
+
+// maxVain is how often in a row the training may fail because of other ranks without a commit.
+const maxVain = 3
+
+// Collectives are the operations by which the ranks agree.
+type Collectives interface {
+	// Rank returns the rank of this process.
+	Rank() int
+	// Allgather returns the numbers of all ranks in the order of the ranks. Each rank has the same number of
+	// them.
+	Allgather(ctx context.Context, numbers []int64) ([]int64, error)
+	// Max returns the greatest of the numbers of all ranks.
+	Max(ctx context.Context, number int64) (int64, error)
+}
+
+// Job is this process in its job. The zero value has no commit. Its methods must not be called at the same
+// time.
+type Job struct {
+	member *rank.Membership // nil if the job is not elastic
+	// granted is the number of the last commit of which this rank knows that all ranks have saved it. saved
+	// is that of the next one, if this rank has saved it. Other ranks may know that all have saved it.
+	// Commits are numbered from 1; 0 means that there is none.
+	granted, saved int64
+	next           int64 // the number of the commit that all ranks have after Synced
+	failed         bool  // the training has failed since the last Synced
+	vain           int   // how often it has failed since the last commit
+}
+
+// Held says which state a rank has.
+type Held int
+
+const (
+	// Nothing says that the rank must get the state.
+	Nothing Held = iota
+	// Granted says that the rank has the commit. If it has saved a later one, that one is void.
+	Granted
+	// Saved says that the rank has the commit, and that it is the last one that it has saved. It did not know
+	// that all ranks have saved it.
+	Saved
+	// Present says that there is no commit, and that the others get the present state of this rank.
+	Present
+)
+
+// Plan says what a rank does at the start of a generation, so that all ranks have the same state.
+type Plan struct {
+	Held Held
+	// Restore says that the rank must set its state to its commit, even if it then gets another one, because
+	// the training has failed.
+	Restore bool
+	// Missing says that some rank does not have the commit. Then rank Root sends it to them.
+	Missing bool
+	Root    int
+}
+
+// Values of a rank that Join compares.
+const (
+	holdsGranted = iota
+	holdsSaved
+	isLoose
+	numValues
+)
+
+// Join agrees with the other ranks on the commit with which they go on: the newest one of which any of them
+// knows that all ranks had saved it. If there is none, they go on with the present state of the first rank.
+//
+// loose says that this rank has a state, but none of its commits, because the program has replaced it by
+// another state. Then all ranks get the state of the first rank that has one.
+func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err error) {
+	j.member = rank.ProcessMembership()
+	mine := make([]int64, numValues)
+	mine[holdsGranted], mine[holdsSaved] = j.granted, j.saved
+	if loose {
+		mine[isLoose] = 1
+	}
+	all, err := c.Allgather(ctx, mine)
+	if err != nil {
+		return p, err
+	}
+	newest, anyLoose := int64(0), false
+	for at := all; len(at) > 0; at = at[numValues:] {
+		newest, anyLoose = max(newest, at[holdsGranted]), anyLoose || at[isLoose] == 1
+	}
+	// holds reports whether a rank can send the state to the others.
+	holds := func(at []int64) bool {
+		if anyLoose {
+			return at[holdsGranted] > 0 || at[isLoose] == 1
+		}
+		return at[holdsGranted] == newest || at[holdsSaved] == newest
+	}
+	p.Root = -1
+	for r := range len(all) / numValues {
+		switch at := all[r*numValues:]; {
+		case !holds(at):
+			p.Missing = true
+		case p.Root < 0:
+			p.Root = r
+		}
+	}
+	isRoot := p.Root == c.Rank()
+	p.Missing = len(all) > numValues && (p.Missing || anyLoose || newest == 0)
+	switch {
+	case newest == 0 && isRoot, anyLoose && isRoot && loose:
+		p.Held = Present
+	case newest == 0, anyLoose && !isRoot, !holds(mine):
+	case j.saved == newest:
+		p.Held, j.granted = Saved, newest
+	default:
+		p.Held = Granted
+	}
+	p.Restore = j.failed && (j.granted > 0 || loose)
+	j.saved, j.next = 0, max(newest, 1)
+	if p.Missing && newest > 0 {
+		j.next++ // what the ranks have got may differ from what the root has saved
+	}
+	return p, nil
+}
+
+// Synced tells that all ranks have done what the Plan of Join says. They have the same commit now.
+func (j *Job) Synced(ctx context.Context, c Collectives) error {
+	j.granted, j.failed = j.next, false
+	if j.member == nil || c.Rank() != 0 {
+		return nil
+	}
+	return j.member.Tell(ctx, joblink.MemberEvent{Kind: joblink.Synced, Generation: j.member.Generation()})
+}
+
+// Vote waits for all ranks. If saved is set, this rank has saved the next commit, and when Vote returns no
+// error, all ranks have saved it. changes is not 0 if the launcher has changed the ranks, and then the
+// training must end at all ranks. Every rank must call Vote equally often.
+//
+// asked is an interruption that the program wants itself, or 0.
+func (j *Job) Vote(ctx context.Context, c Collectives, saved bool, asked elastic.Change) (
+	changes elastic.Change, err error) {
+	if saved {
+		j.saved = j.granted + 1
+	}
+	if pending := j.Pending(); pending != 0 {
+		asked = pending
+	}
+	all, err := c.Max(ctx, int64(asked))
+	if err != nil {
+		return 0, err
+	}
+	if saved {
+		j.granted, j.saved, j.vain = j.saved, 0, 0
+	}
+	return elastic.Change(all), nil
+}
+
+// Pending returns how the launcher has changed the ranks since this process joined, or 0.
+func (j *Job) Pending() elastic.Change {
+	if j.member == nil {
+		return 0
+	}
+	if r := j.member.Pending(); r != nil {
+		return r.Change
+	}
+	return 0
+}
+
+// Changed tells that the training has ended because Vote has returned changes, and that this rank has saved
+// its present state. This state is the next commit.
+func (j *Job) Changed() {
+	j.granted++
+	j.vain = 0
+}
+
+// Failed tells that the training, Join or Synced has failed. ofRanks says that the reason is that ranks have
+// failed. It returns nil if the process should begin again, or the error with which it should end.
+func (j *Job) Failed(err error, ofRanks bool) error {
+	if j.member == nil || !ofRanks {
+		return err
+	}
+	if j.vain++; j.vain == maxVain {
+		return fmt.Errorf("elastic: the training has failed %d times in a row without a commit: %w", maxVain, err)
+	}
+	j.failed = true
+	return nil
+}
+
+// Done tells the launcher that the training has returned in this process.
+func (j *Job) Done(ctx context.Context) error {
+	if j.member == nil {
+		return nil
+	}
+	return j.member.Tell(ctx, joblink.MemberEvent{Kind: joblink.Done})
+}

@@ -1,0 +1,152 @@
+package commits
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/rank"
+)
+
+// ranks are the numbers that all ranks pass, of which one is rank me.
+type ranks struct {
+	me  int
+	all []int64
+	err error
+}
+
+func (r ranks) Rank() int { return r.me }
+
+func (r ranks) Allgather(context.Context, []int64) ([]int64, error) { return r.all, r.err }
+
+func (r ranks) Max(_ context.Context, number int64) (int64, error) { return number, r.err }
+
+// holder is a rank with its numbers before a Join.
+type holder struct {
+	granted, saved int64
+	loose          bool
+}
+
+// plans returns the plan and the state of each rank after a Join.
+func plans(t *testing.T, all []holder) (plans []Plan, jobs []*Job) {
+	var numbers []int64
+	for _, h := range all {
+		loose := int64(0)
+		if h.loose {
+			loose = 1
+		}
+		numbers = append(numbers, h.granted, h.saved, loose)
+	}
+	for r, h := range all {
+		j := &Job{granted: h.granted, saved: h.saved, failed: true}
+		p, err := j.Join(t.Context(), ranks{me: r, all: numbers}, h.loose)
+		if err != nil {
+			t.Fatal(err)
+		}
+		plans, jobs = append(plans, p), append(jobs, j)
+	}
+	return plans, jobs
+}
+
+// TestJoin checks what the ranks do at the start of a generation, and the number of the commit that they have
+// then.
+func TestJoin(t *testing.T) {
+	const restore = true
+	for name, c := range map[string]struct {
+		ranks  []holder
+		want   []Plan
+		number int64
+	}{
+		"alone at first": {[]holder{{}}, []Plan{{Held: Present}}, 1},
+		"at first":       {[]holder{{}, {}}, []Plan{{Held: Present, Missing: true}, {Missing: true}}, 1},
+		"all have it": {[]holder{{3, 0, false}, {3, 0, false}},
+			[]Plan{{Held: Granted, Restore: restore}, {Held: Granted, Restore: restore}}, 3},
+		"one saw the grant": {[]holder{{3, 4, false}, {4, 0, false}},
+			[]Plan{{Held: Saved, Restore: restore}, {Held: Granted, Restore: restore}}, 4},
+		"nobody saw the grant": {[]holder{{3, 4, false}, {3, 0, false}},
+			[]Plan{{Held: Granted, Restore: restore}, {Held: Granted, Restore: restore}}, 3},
+		"a new rank": {[]holder{{3, 0, false}, {}},
+			[]Plan{{Held: Granted, Restore: restore, Missing: true}, {Missing: true}}, 4},
+		"a new rank is first": {[]holder{{}, {3, 0, false}},
+			[]Plan{{Missing: true, Root: 1}, {Held: Granted, Restore: restore, Missing: true, Root: 1}}, 4},
+		"one has kept a later state": {[]holder{{3, 0, false}, {4, 0, false}},
+			[]Plan{{Restore: restore, Missing: true, Root: 1},
+				{Held: Granted, Restore: restore, Missing: true, Root: 1}}, 5},
+		"loose": {[]holder{{3, 0, true}, {3, 0, true}},
+			[]Plan{{Held: Present, Restore: restore, Missing: true}, {Restore: restore, Missing: true}}, 4},
+		"the second is loose": {[]holder{{2, 3, false}, {3, 0, true}},
+			[]Plan{{Held: Saved, Restore: restore, Missing: true}, {Restore: restore, Missing: true}}, 4},
+		"a new rank is before a loose one": {[]holder{{}, {3, 0, true}},
+			[]Plan{{Missing: true, Root: 1}, {Held: Present, Restore: restore, Missing: true, Root: 1}}, 4},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, jobs := plans(t, c.ranks)
+			for r, p := range got {
+				if p != c.want[r] {
+					t.Errorf("rank %d: got %+v, want %+v", r, p, c.want[r])
+				}
+				if err := jobs[r].Synced(t.Context(), ranks{me: r}); err != nil {
+					t.Fatal(err)
+				}
+				if j := jobs[r]; j.granted != c.number || j.saved != 0 || j.failed {
+					t.Errorf("rank %d: got %+v, want commit %d", r, j, c.number)
+				}
+			}
+		})
+	}
+}
+
+// A commit that was saved and not granted does not take the place of a later one with the same number.
+func TestCommitThatWasNotGranted(t *testing.T) {
+	broken := ranks{err: errors.New("a rank has died")}
+	j := &Job{granted: 1}
+	if _, err := j.Vote(t.Context(), broken, true, 0); !errors.Is(err, broken.err) || j.saved != 2 {
+		t.Fatalf("got %v and %+v, want the error, and commit 2 saved", err, j)
+	}
+	alone := ranks{all: []int64{1, 2, 0}}
+	for range 2 { // the second time, the next generation has also failed
+		if p, err := j.Join(t.Context(), alone, false); err != nil || p.Held != Granted || j.saved != 0 {
+			t.Fatalf("got %+v, %v and %+v, want the first commit", p, err, j)
+		}
+	}
+	if err := j.Synced(t.Context(), alone); err != nil {
+		t.Fatal(err)
+	}
+	changes, err := j.Vote(t.Context(), alone, true, elastic.Added)
+	if err != nil || changes != elastic.Added {
+		t.Fatalf("got %v, %v, want the change that the program has asked for", changes, err)
+	}
+	if j.Changed(); j.granted != 3 || j.saved != 0 {
+		t.Errorf("got %+v, want commit 3", j)
+	}
+}
+
+// The training may fail three times in a row, but not for other reasons than the failure of ranks.
+func TestFailed(t *testing.T) {
+	died := errors.New("rank 1 has failed")
+	if err := new(Job).Failed(died, true); !errors.Is(err, died) {
+		t.Errorf("got %v in a job that is not elastic, want the error", err)
+	}
+	j := &Job{member: new(rank.Membership)}
+	if err := j.Failed(died, false); !errors.Is(err, died) {
+		t.Errorf("got %v for an error of the program, want it", err)
+	}
+	fail := func(want bool) {
+		t.Helper()
+		if err := j.Failed(died, true); (err == nil) != want || !want && !errors.Is(err, died) {
+			t.Errorf("got %v, want an end of the training: %t", err, !want)
+		}
+	}
+	fail(true)
+	fail(true)
+	if _, err := j.Vote(t.Context(), ranks{}, true, 0); err != nil {
+		t.Fatal(err)
+	}
+	fail(true)
+	if _, err := j.Vote(t.Context(), ranks{}, false, 0); err != nil { // a check is no commit
+		t.Fatal(err)
+	}
+	fail(true)
+	fail(false)
+}
