@@ -414,6 +414,36 @@ PUBLIC hvd_status_t hvd_process_set_ranks(int32_t id, int32_t *ranks, uint32_t c
 	return gohvdProcessSetRanks(id, ranks, capacity, count);
 }
 
+PUBLIC hvd_status_t hvd_elastic(hvd_elastic_t *elastic) {
+	needs_size(elastic, hvd_elastic_t, "elastic");
+	return gohvdElastic(elastic);
+}
+
+PUBLIC hvd_status_t hvd_elastic_join(uint32_t flags, hvd_handle_t *handle) {
+	no_handle(handle);
+	needs(!(flags & ~HVD_LOOSE), "elastic join", "got unknown flags, want HVD_LOOSE or 0");
+	return gohvdElasticJoin(flags, handle);
+}
+
+PUBLIC hvd_status_t hvd_elastic_synced(hvd_handle_t *handle) {
+	no_handle(handle);
+	needs(1, "elastic synced", "");
+	return gohvdElasticSynced(handle);
+}
+
+PUBLIC hvd_status_t hvd_elastic_vote(uint32_t flags, hvd_handle_t *handle) {
+	no_handle(handle);
+	needs(!(flags & ~(HVD_SAVED | HVD_REMOVED | HVD_ADDED)), "elastic vote",
+	      "got unknown flags, want HVD_SAVED, HVD_REMOVED and HVD_ADDED");
+	return gohvdElasticVote(flags, handle);
+}
+
+PUBLIC hvd_status_t hvd_elastic_end(uint32_t training, hvd_handle_t *handle) {
+	no_handle(handle);
+	needs(training <= HVD_TRAINING_FAILED, "elastic end", "got an unknown hvd_training_t");
+	return gohvdElasticEnd(training, handle);
+}
+
 PUBLIC hvd_status_t hvd_start_timeline(const char *path, int32_t mark_cycles) {
 	needs(path, "start timeline", "got a null pointer for the path");
 	return gohvdStartTimeline((char *)path, mark_cycles);

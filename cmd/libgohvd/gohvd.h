@@ -342,6 +342,68 @@ hvd_status_t hvd_process_sets(int32_t *ids, uint32_t capacity, uint32_t *count);
  * to how many there are. */
 hvd_status_t hvd_process_set_ranks(int32_t id, int32_t *ranks, uint32_t capacity, uint32_t *count);
 
+/* Elastic jobs (docs/elastic.md, "In C"). The program keeps the state of its training and its last two commits. The
+ * functions say what to do with them. They work in every job, but only the ranks of an elastic job change. */
+
+/* How the launcher has changed the ranks. */
+#define HVD_REMOVED 1u
+#define HVD_ADDED 2u
+
+/* Which state this rank has at the start of a generation. */
+typedef enum hvd_held {
+	HVD_HELD_NOTHING = 0, /* it must get the state */
+	HVD_HELD_GRANTED = 1, /* its last commit that was granted; a later one that it has saved is void */
+	HVD_HELD_SAVED = 2,   /* the last commit that it has saved, though hvd_elastic_vote has failed */
+	HVD_HELD_PRESENT = 3  /* there is no commit, and the others get the present state of this rank */
+} hvd_held_t;
+
+typedef struct hvd_elastic {
+	uint32_t size;       /* sizeof(hvd_elastic_t) */
+	uint32_t removed;    /* 1 if hvd_init has failed because this process is not a rank any more; it can end */
+	uint64_t generation; /* of which this process is a rank, from 1; 0 if the job is not elastic */
+	uint32_t pending;    /* how the launcher has changed the ranks since this generation began, or 0 */
+	uint32_t changes;    /* the same, after hvd_elastic_vote; equal at all ranks */
+	/* After hvd_elastic_join: */
+	uint32_t held;    /* an hvd_held_t */
+	uint32_t restore; /* 1: first set the state to the commit, because the training has failed */
+	uint32_t missing; /* 1: some rank has not got the state, so that root sends it to the others */
+	int32_t root;
+} hvd_elastic_t;
+
+/* hvd_elastic describes this process in its elastic job. It does not wait. */
+hvd_status_t hvd_elastic(hvd_elastic_t *elastic);
+
+/* A flag of hvd_elastic_join: this rank has a state, but none of its commits, because the program has replaced it by a
+ * state for which there was no vote. Then all ranks get the state of the first rank that has one. */
+#define HVD_LOOSE 1u
+
+/* hvd_elastic_join agrees with the other ranks, after hvd_init, on the state with which they go on. */
+hvd_status_t hvd_elastic_join(uint32_t flags, hvd_handle_t *handle);
+
+/* hvd_elastic_synced tells that this rank has done what hvd_elastic says. Its state is its last commit now. */
+hvd_status_t hvd_elastic_synced(hvd_handle_t *handle);
+
+/* A flag of hvd_elastic_vote: the program has saved its state, so it is a commit if all ranks have. */
+#define HVD_SAVED 4u
+
+/* hvd_elastic_vote waits for all ranks, which must call it equally often. flags are HVD_SAVED, and HVD_REMOVED and
+ * HVD_ADDED for a change that the program wants in a job that is not elastic. If hvd_elastic then has changes, the
+ * program saves its state, calls hvd_elastic_end with HVD_TRAINING_CHANGED, leaves the job and joins it again. */
+hvd_status_t hvd_elastic_vote(uint32_t flags, hvd_handle_t *handle);
+
+/* How the training has ended in this process. */
+typedef enum hvd_training {
+	HVD_TRAINING_DONE = 0,    /* it is complete */
+	HVD_TRAINING_CHANGED = 1, /* the ranks change, and this rank has saved its present state, which is a commit */
+	HVD_TRAINING_FAILED = 2   /* an operation has failed */
+} hvd_training_t;
+
+/* hvd_elastic_end tells how the training has ended. If it returns HVD_SUCCESS after HVD_TRAINING_CHANGED or
+ * HVD_TRAINING_FAILED, the program calls hvd_shutdown, hvd_init and hvd_elastic_join again. Otherwise the training cannot
+ * go on: the job is not elastic, it has not failed because of other ranks, or it has failed three times in a row without
+ * a commit. */
+hvd_status_t hvd_elastic_end(uint32_t training, hvd_handle_t *handle);
+
 /* Watching. Texts must be freed with hvd_free_text. With a sidecar, hvd_metrics, hvd_dump and hvd_next_stall fail
  * with HVD_ERROR_USAGE. */
 

@@ -24,6 +24,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/library"
 	"github.com/gohvd/gohvd/internal/ps/node"
@@ -540,6 +541,37 @@ func gohvdProcessSetRanks(id C.int32_t, ranks *C.int32_t, capacity C.uint32_t,
 	count *C.uint32_t) C.hvd_status_t {
 	all, err := process.SetRanks(int(id))
 	return list(all, err, ranks, capacity, count)
+}
+
+//export gohvdElastic
+func gohvdElastic(into *C.hvd_elastic_t) C.hvd_status_t {
+	p := process.Progress()
+	into.removed, into.generation = C.uint32_t(truth(p.Removed)), C.uint64_t(p.Generation)
+	into.pending, into.changes = C.uint32_t(p.Pending), C.uint32_t(p.Changes)
+	into.held, into.restore = C.uint32_t(p.Plan.Held), C.uint32_t(truth(p.Plan.Restore))
+	into.missing, into.root = C.uint32_t(truth(p.Plan.Missing)), C.int32_t(p.Plan.Root)
+	return C.HVD_SUCCESS
+}
+
+//export gohvdElasticJoin
+func gohvdElasticJoin(flags C.uint32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	return begun(process.JoinTraining(flags == C.HVD_LOOSE), handle)
+}
+
+//export gohvdElasticSynced
+func gohvdElasticSynced(handle *C.hvd_handle_t) C.hvd_status_t {
+	return begun(process.Synced(), handle)
+}
+
+//export gohvdElasticVote
+func gohvdElasticVote(flags C.uint32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	asked := elastic.Change(flags &^ C.HVD_SAVED)
+	return begun(process.Vote(flags&C.HVD_SAVED != 0, asked), handle)
+}
+
+//export gohvdElasticEnd
+func gohvdElasticEnd(training C.uint32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	return begun(process.EndTraining(library.Outcome(training)), handle)
 }
 
 //export gohvdStartTimeline

@@ -146,14 +146,14 @@ func (j *Job) Synced(ctx context.Context, c Collectives) error {
 // error, all ranks have saved it. changes is not 0 if the launcher has changed the ranks, and then the
 // training must end at all ranks. Every rank must call Vote equally often.
 //
-// asked is an interruption that the program wants itself, or 0.
+// asked is what the program takes for changes in a job that is not elastic, or 0.
 func (j *Job) Vote(ctx context.Context, c Collectives, saved bool, asked elastic.Change) (
 	changes elastic.Change, err error) {
 	if saved {
 		j.saved = j.granted + 1
 	}
-	if pending := j.Pending(); pending != 0 {
-		asked = pending
+	if j.member != nil {
+		asked = j.Pending()
 	}
 	all, err := c.Max(ctx, int64(asked))
 	if err != nil {

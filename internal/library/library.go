@@ -8,6 +8,7 @@ package library
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -52,6 +53,8 @@ type Library struct {
 
 	sidecars sidecars
 
+	training training
+
 	stallsMu sync.Mutex
 	stalls   [][]byte
 }
@@ -93,9 +96,10 @@ func (l *Library) Init(o InitOptions) Handle {
 		}
 		options := o.rank()
 		options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
-		options.HasHandler = hasHandler
+		options.HasHandler, options.Member = hasHandler, &l.training.member
 		r := new(rank.Rank)
 		if err := r.Start(context.Background(), options); err != nil {
+			l.training.note(func(p *Progress) { p.Removed = errors.Is(err, rank.ErrRemoved) })
 			return err
 		}
 		l.last = r.Epoch

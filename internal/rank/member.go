@@ -213,8 +213,8 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 // membership returns the part of this process in its job. It opens it at the first Start.
 func (o *Options) membership(ctx context.Context, cfg *config.Config) (*Membership, error) {
 	if o.Member == nil {
-		return nil, errors.New("hvdrun has started an elastic job, which only programs in Go can join (package elastic): " +
-			"omit --min-np and --host-discovery-script")
+		return nil, errors.New("hvdrun has started an elastic job, which a sidecar cannot join: unset HVD_SIDECAR, or omit " +
+			"--min-np and --host-discovery-script")
 	}
 	if *o.Member == nil {
 		m, err := openMembership(ctx, cfg)

@@ -43,6 +43,15 @@ int main(void) {
 	fails(hvd_ps_clock(NULL), HVD_ERROR_USAGE, "no node");
 	fails(hvd_ps_fail("x", NULL), HVD_ERROR_USAGE, "no node");
 	fails(hvd_ps_fail(NULL, NULL), HVD_ERROR_USAGE, "no reason");
+	hvd_elastic_t at = {0};
+	fails(hvd_elastic(&at), HVD_ERROR_USAGE, "hvd_elastic_t");
+	fails(hvd_elastic(NULL), HVD_ERROR_USAGE, "hvd_elastic_t");
+	at.size = sizeof at;
+	want(hvd_elastic(&at) == HVD_SUCCESS && at.generation == 0 && at.removed == 0 && at.pending == 0);
+	fails(hvd_elastic_join(0, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_elastic_join(2, NULL), HVD_ERROR_USAGE, "HVD_LOOSE");
+	fails(hvd_elastic_vote(8, NULL), HVD_ERROR_USAGE, "HVD_SAVED");
+	fails(hvd_elastic_end(3, NULL), HVD_ERROR_USAGE, "hvd_training_t");
 	fails(hvd_check(), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_dump(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_start_timeline("x", 0), HVD_ERROR_NOT_INITIALIZED, "not initialized");
@@ -76,6 +85,18 @@ int main(void) {
 	o.mpi_comm = ranks;
 	want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), "MPI"));
 	ok(hvd_init(NULL, NULL));
+
+	ok(hvd_elastic_join(0, NULL));
+	want(hvd_elastic(&at) == HVD_SUCCESS && at.held == HVD_HELD_PRESENT && at.root == 0 && !at.missing && !at.restore);
+	ok(hvd_elastic_synced(NULL));
+	ok(hvd_elastic_vote(HVD_SAVED | HVD_ADDED, NULL));
+	want(hvd_elastic(&at) == HVD_SUCCESS && at.changes == HVD_ADDED);
+	fails(hvd_elastic_end(HVD_TRAINING_FAILED, NULL), HVD_ERROR_USAGE, "the job goes on");
+	ok(hvd_elastic_end(HVD_TRAINING_CHANGED, NULL));
+	ok(hvd_elastic_join(HVD_LOOSE, NULL));
+	want(hvd_elastic(&at) == HVD_SUCCESS && at.held == HVD_HELD_PRESENT && at.changes == 0);
+	ok(hvd_elastic_synced(NULL));
+	ok(hvd_elastic_end(HVD_TRAINING_DONE, NULL));
 
 	fails(hvd_run(NULL, -1, NULL, NULL), HVD_ERROR_USAGE, "hvd_op_t");
 	op.size--;

@@ -1,0 +1,164 @@
+package library
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/commits"
+	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// training is this process in an elastic job. The states of the training are in the program.
+type training struct {
+	member *rank.Membership // set by the first Init of an elastic job
+
+	using   sync.Mutex // held by a call that uses commits
+	commits commits.Job
+
+	mu       sync.Mutex
+	progress Progress
+}
+
+// Progress is what the program must know of an elastic job. Plan is the result of the last JoinTraining, and
+// Changes that of the last Vote. Both are the same at all ranks, apart from Plan.Held and Plan.Restore.
+type Progress struct {
+	Generation uint64         // of which this process is a rank; 0 if the job is not elastic
+	Pending    elastic.Change // how the launcher has changed the ranks since then
+	Removed    bool           // Init has failed because this process is not a rank any more
+	Plan       commits.Plan
+	Changes    elastic.Change
+}
+
+// Outcome is how the training has ended in this process.
+type Outcome int
+
+const (
+	// Done says that it has returned.
+	Done Outcome = iota
+	// Changed says that it has ended because of the changes of a Vote, and that the program has saved its
+	// state.
+	Changed
+	// Failed says that it has failed.
+	Failed
+)
+
+// Progress returns the progress of this process in an elastic job.
+func (l *Library) Progress() Progress {
+	t := &l.training
+	t.mu.Lock()
+	p := t.progress
+	t.mu.Unlock()
+	if m := rank.ProcessMembership(); m != nil {
+		if p.Generation = m.Generation(); m.Pending() != nil {
+			p.Pending = m.Pending().Change
+		}
+	}
+	return p
+}
+
+// note changes the progress of the training.
+func (t *training) note(change func(*Progress)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	change(&t.progress)
+}
+
+// startTraining starts f, which uses the commits of this process.
+func (l *Library) startTraining(op string, f func(t *training, c collectives) error) Handle {
+	return l.start(func(*Result) error {
+		r, err := l.current(op)
+		if err != nil {
+			return err
+		}
+		if !l.training.using.TryLock() {
+			return &engine.UsageError{Op: op, Err: errors.New("another such call is in progress")}
+		}
+		defer l.training.using.Unlock()
+		return f(&l.training, collectives{l, r})
+	})
+}
+
+// JoinTraining agrees with the other ranks on the commit with which they go on (commits.Job.Join).
+func (l *Library) JoinTraining(loose bool) Handle {
+	return l.startTraining("elastic join", func(t *training, c collectives) error {
+		plan, err := t.commits.Join(context.Background(), c, loose)
+		if err == nil {
+			t.note(func(p *Progress) { p.Plan, p.Changes = plan, 0 })
+		}
+		return err
+	})
+}
+
+// Synced tells that all ranks have done what the plan says.
+func (l *Library) Synced() Handle {
+	return l.startTraining("elastic synced", func(t *training, c collectives) error {
+		return t.commits.Synced(context.Background(), c)
+	})
+}
+
+// Vote waits for all ranks. If saved is set, this rank has saved its next commit.
+func (l *Library) Vote(saved bool, asked elastic.Change) Handle {
+	return l.startTraining("elastic vote", func(t *training, c collectives) error {
+		changes, err := t.commits.Vote(context.Background(), c, saved, asked)
+		if err == nil {
+			t.note(func(p *Progress) { p.Changes = changes })
+		}
+		return err
+	})
+}
+
+// EndTraining tells how the training has ended. After Changed and Failed the program leaves the job and joins
+// it again, unless there is an error.
+func (l *Library) EndTraining(o Outcome) Handle {
+	return l.startTraining("elastic end", func(t *training, c collectives) error {
+		switch o {
+		case Done:
+			return t.commits.Done(context.Background())
+		case Changed:
+			t.commits.Changed()
+			return nil
+		}
+		err := c.rank.Check()
+		if err == nil {
+			return &engine.UsageError{Op: "elastic end",
+				Err: errors.New("the job goes on, so the training has failed for a reason of its own")}
+		}
+		_, ofRanks := errors.AsType[*engine.PeerError](err)
+		return t.commits.Failed(err, ofRanks)
+	})
+}
+
+// collectives has the operations of this process by which the ranks agree.
+type collectives struct {
+	library *Library
+	rank    *rank.Rank
+}
+
+func (c collectives) Rank() int { return c.rank.Place.Rank }
+
+func (c collectives) Allgather(_ context.Context, numbers []int64) ([]int64, error) {
+	all := make([]int64, len(numbers)*c.rank.Place.Size)
+	return all, c.run(rank.Spec{Kind: uint32(message.Allgather), Name: "elastic.commits"}, numbers, all)
+}
+
+func (c collectives) Max(_ context.Context, number int64) (int64, error) {
+	all := []int64{0}
+	err := c.run(rank.Spec{Kind: uint32(message.Allreduce), Name: "elastic.vote", ReduceOp: uint32(tensor.Max)},
+		[]int64{number}, all)
+	return all[0], err
+}
+
+// run runs the operation s.
+func (c collectives) run(s rank.Spec, in, out []int64) error {
+	s.DType, s.Prescale, s.Postscale = uint32(tensor.Int64), 1, 1
+	s.Tensors = []rank.TensorSpec{{Shape: tensor.Shape{int64(len(in))}}}
+	place := Place{In: unsafe.Pointer(&in[0]), Out: unsafe.Pointer(&out[0]), OutBytes: uint64(8 * len(out))}
+	_, err := c.library.Run(&Op{Spec: s, Places: []Place{place}}, Forever, nil)
+	return err
+}
