@@ -14,7 +14,7 @@ import (
 // TestPrograms runs the Python programs of pages on two ranks.
 func TestPrograms(t *testing.T) {
 	testnet.NeedTorch(t)
-	runPrograms(t, testnet.Python, "README.md", "python/README.md", "docs/quickstart.md")
+	runPrograms(t, testnet.Python, "README.md", "python/README.md", "docs/quickstart.md", "docs/elastic.md")
 }
 
 // TestDDPProgram runs the program of the page about torch.distributed on two ranks.

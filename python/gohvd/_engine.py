@@ -459,6 +459,7 @@ class Engine:
         self._except_hook = _exit.ExceptHook()
         self.mpi_comm: Any = None
         """The mpi4py communicator whose processes are the ranks of the job, if the program has passed one."""
+        self._settings: dict[str, str] = {}  # those of the last job
         self.at_shutdown: list[Callable[[], None]] = []
         """Functions that are called when this process leaves the job."""
         # The object that users know as global_process_set. The module process_sets assigns it.
@@ -492,7 +493,7 @@ class Engine:
                     raise InitError(str(e)) from None  # the other error has the same text
                 facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
                 self._place = Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
-                self._sets, self.mpi_comm = {0: self.global_set}, mpi_comm
+                self._sets, self.mpi_comm, self._settings = {0: self.global_set}, mpi_comm, settings
                 self.global_set.ranks = list(range(self._place.size))
             for k, s in enumerate(process_sets):
                 if s.ranks == self.global_set.ranks:
@@ -523,6 +524,11 @@ class Engine:
     def shutdown(self) -> None:
         """Leaves the job. Outside a job this has no effect."""
         self._leave(*_exit.of_shutdown())
+
+    def rejoin(self) -> None:
+        """Leaves an elastic job and joins it again, with the same settings and without process sets."""
+        self._leave("", False)
+        self.init([], self._settings)
 
     def fail(self, reason: str) -> None:
         """Leaves the job as a failed rank, so that the operations of the other ranks end with an error."""

@@ -72,6 +72,10 @@ GROUPED = 1
 FAILED = 1
 MEMBERS_ONLY = 1
 PUSH, PULL = 1, 2
+REMOVED, SAVED = 1, 4
+LOOSE = 1
+HELD_GRANTED, HELD_SAVED = 1, 2
+TRAINING_DONE, TRAINING_CHANGED, TRAINING_FAILED = range(3)
 
 
 class Tensor(Structure):
@@ -176,6 +180,20 @@ class InitOptions(Structure):
     ]
 
 
+class Elastic(Structure):
+    _fields_ = [
+        ("size", c_uint32),
+        ("removed", c_uint32),
+        ("generation", c_uint64),
+        ("pending", c_uint32),
+        ("changes", c_uint32),
+        ("held", c_uint32),
+        ("restore", c_uint32),
+        ("missing", c_uint32),
+        ("root", c_int32),
+    ]
+
+
 class Node(Structure):
     _fields_ = [
         ("size", c_uint32),
@@ -244,6 +262,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_remove_process_set": (c_int32, c_double, POINTER(Handle)),
     "hvd_process_sets": (POINTER(c_int32), c_uint32, POINTER(c_uint32)),
     "hvd_process_set_ranks": (c_int32, POINTER(c_int32), c_uint32, POINTER(c_uint32)),
+    "hvd_elastic": (POINTER(Elastic),),
+    "hvd_elastic_join": (c_uint32, POINTER(Handle)),
+    "hvd_elastic_synced": (POINTER(Handle),),
+    "hvd_elastic_vote": (c_uint32, POINTER(Handle)),
+    "hvd_elastic_end": (c_uint32, POINTER(Handle)),
     "hvd_start_timeline": (c_char_p, c_int32),
     "hvd_stop_timeline": (),
     "hvd_mark_step": (c_uint64,),

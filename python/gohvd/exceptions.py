@@ -48,14 +48,17 @@ class InitError(HorovodInternalError, ValueError):
     """
 
 
-class HostsUpdatedInterrupt(Exception):
-    """Raised by a program if hosts were added or removed. If ``skip_sync`` is true, the program does not have to send
-    its state to the other ranks.
+class HostsUpdatedInterrupt(RuntimeError):
+    """Raised in an elastic job by commit and check_host_updates if the ranks are to change. skip_sync says that ranks are
+    only removed.
     """
 
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__()
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__("the ranks of the job are to change; hvd.elastic.run must see this exception")
         self.skip_sync = skip_sync
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.skip_sync,)
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -38,6 +38,17 @@ _Groups = None | int | list[list[torch.Tensor]]
 _names_given: dict[tuple[int, str], int] = {}
 _engine.engine.at_shutdown.append(_names_given.clear)
 
+_living: weakref.WeakSet[_Distributed] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """Discards the step in progress of all optimizers. If the job has failed, its operations have ended with an error."""
+    for optimizer in list(_living):
+        optimizer._forget()
+
+
+_engine.engine.at_shutdown.append(_forget_all)
+
 # Compressors that only cast to another type. _compress does their work itself, in shared memory.
 _CASTS = (Compression.fp16, Compression.bf16)
 
@@ -89,6 +100,7 @@ class _Distributed(torch.optim.Optimizer):
         self._allreduce_delay = {}
         self._handles = {}
         weakref.finalize(self, _forget, self._handles).atexit = False
+        _living.add(self)
         self._wires = {}
         self._grad_accs: list[Any] = []
         alone = size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
@@ -311,13 +323,18 @@ class _DistributedOptimizer(_Distributed):
         if groups and self._hooked:
             self._form_groups(groups)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._synchronized = False
+        self._group_counts = dict.fromkeys(self._group_counts, 0)
+
     def _form_groups(self, groups: int | list[list[torch.Tensor]]) -> None:
         # All ranks must form the same groups, but their optimizers may list the parameters in different orders. So the
         # first rank's order decides.
-        root = self.process_set.ranks[0]
-        names = broadcast_object(
-            [self._parameter_names[p] for p in self._requires_update], root, "optimizer_groups", self.process_set
-        )
+        # In an elastic job, a new rank makes its optimizer while the others train, so the lists must be equal.
+        names = [self._parameter_names[p] for p in self._requires_update]
+        if os.environ.get("HOROVOD_ELASTIC") != "1":
+            names = broadcast_object(names, self.process_set.ranks[0], "optimizer_groups", self.process_set)
         order = {name: i for i, name in enumerate(names)}
         params = sorted(self._requires_update, key=lambda p: order[self._parameter_names[p]])
         if isinstance(groups, int):

@@ -1,4 +1,4 @@
-"""The sampler of a script for elastic training."""
+"""The sampler of a data set for jobs whose ranks change."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
             random.Random(self.seed + self.epoch).shuffle(left)
         self.remaining_indices = left[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        left, total = self.remaining_indices, self.num_samples * self.num_replicas
-        return iter([left[i % len(left)] for i in range(self.rank, total, self.num_replicas)])
+        left = self.remaining_indices
+        return iter([left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)])
 
     def __len__(self) -> int:
         return self.num_samples

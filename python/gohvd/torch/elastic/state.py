@@ -1,46 +1,32 @@
-"""The state of training of a script for elastic training."""
+"""The state of training with torch, for jobs whose ranks change."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from gohvd.elastic import ObjectState, State, is_ours
 from gohvd.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from gohvd.torch.mpi_ops import rank
 
 from .sampler import ElasticSampler
 
+__all__ = [
+    "ModelStateHandler", "ObjectState", "OptimizerStateHandler", "SamplerStateHandler", "State", "StateHandler",
+    "TorchState", "get_handler_registry", "set_handler_registry",
+]  # fmt: skip
 
-class State:
-    """The state of training, which is the same at all ranks between steps."""
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
-        self._bcast_object = bcast_object
-        self._rank = get_rank
-        self._reset_callbacks: list[Callable[[], None]] = []
+class StateHandler:
+    """Saves, restores and synchronises a value of a TorchState. A program may define its own (set_handler_registry)."""
 
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Registers functions that on_reset calls. In a job of fixed size on_reset is never called."""
-        self._reset_callbacks.extend(callbacks)
+    root = 0
+    """The rank from which sync gets the state. Only the handlers of this module use it."""
 
-    def on_reset(self) -> None:
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def commit(self) -> None:
-        """Saves the state, for restore."""
-        self.save()
-        self.check_host_updates()
-
-    def check_host_updates(self) -> None:
-        """Does nothing, because the hosts of the job do not change."""
-
-    def reset(self) -> None:
-        """Adapts the state to a change of the job's ranks. Subclasses may override it."""
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def save(self) -> None:
         raise NotImplementedError
@@ -51,75 +37,123 @@ class State:
     def sync(self) -> None:
         raise NotImplementedError
 
+    def set_value(self, value: Any) -> None:
+        """Replaces the value, and saves its state."""
+        self.value = value
+        self.save()
 
-class ObjectState(State):
-    """A State that consists of values that can be pickled. Each keyword argument becomes an attribute."""
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
-        super().__init__(bcast_object, get_rank)
-        self._names = list(kwargs)
-        for name, value in kwargs.items():
-            setattr(self, name, value)
+class _ByStateDict(StateHandler):
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        """Saves the values for restore."""
-        self._saved = {name: copy.deepcopy(self._content(getattr(self, name))) for name in self._names}
+        # TorchState copies handlers, so that the state before must not change.
+        self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Restores the saved values."""
-        for name, content in self._saved.items():
-            self._fill(name, copy.deepcopy(content))
+        self.value.load_state_dict(self._saved)
+
+
+class ModelStateHandler(_ByStateDict):
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=self.root)
+
+
+class OptimizerStateHandler(_ByStateDict):
+    def restore(self) -> None:
+        # Newer versions of torch make the tensors of the argument those of the optimizer.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Sets the values at all ranks to those of rank 0, and saves them."""
-        plain = {name: getattr(self, name) for name in self._names if not _has_state(getattr(self, name))}
-        for name, value in self._bcast_object(plain).items():
-            setattr(self, name, value)
-        self.save()
+        broadcast_optimizer_state(self.value, root_rank=self.root)
 
-    @staticmethod
-    def _content(value: Any) -> Any:
-        return value.state_dict() if _has_state(value) else value
 
-    def _fill(self, name: str, content: Any) -> None:
-        value = getattr(self, name)
-        if _has_state(value):
-            value.load_state_dict(content)
-        else:
-            setattr(self, name, content)
+class SamplerStateHandler(_ByStateDict):
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.root))
+
+
+_Registry = list[tuple[type, type[StateHandler]]]
+_handler_registry: _Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> _Registry:
+    """Returns the pairs of a type and the handler for its values. The first pair that fits a value is used."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: _Registry) -> None:
+    """Replaces the pairs, for states that are made later."""
+    global _handler_registry
+    _handler_registry = registry
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    for kind, handler in _handler_registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
 
 
 class TorchState(ObjectState):
-    """A State that consists of a model, an optimizer and other values. For models, optimizers and samplers it saves
-    their state_dict, for other values a copy.
+    """A State that consists of a model, an optimizer and other values. Each keyword argument becomes an attribute. Models,
+    optimizers and samplers have handlers, which save their state_dict; of other values a copy is saved.
     """
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        for name, value in (("model", model), ("optimizer", optimizer)):
-            if value is not None:
-                kwargs[name] = value
-        super().__init__(broadcast_object, rank, **kwargs)
+        self._handlers: dict[str, StateHandler] = {}
+        plain = {}
+        for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
+            handler = _handler_of(value)
+            if handler is None:
+                plain[name] = value
+            else:
+                super().__setattr__(name, value)
+                self._handlers[name] = handler
+        super().__init__(broadcast_object, rank, **plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The first attribute that is set is _handlers.
+        if name != "_handlers" and name in self._handlers:
+            self._handlers[name].set_value(value)
+            self._is_commit = False
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
 
     def sync(self) -> None:
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value.state_dict(), root_rank=0)
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value, root_rank=0)
-            elif isinstance(value, ElasticSampler):
-                value.load_state_dict(self._bcast_object(value.state_dict()))
+        for handler in self._handlers.values():
+            handler.root = self._root
+            handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, ElasticSampler):
-                value.reset()
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
 
+    def _saved(self) -> Any:
+        return super()._saved(), {name: copy.copy(handler) for name, handler in self._handlers.items()}
 
-def _has_state(value: Any) -> bool:
-    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, ElasticSampler))
+    def _put_back(self, saved: Any) -> None:
+        values, self._handlers = saved
+        super()._put_back(values)
+
+    def _loose(self) -> bool:
+        return super()._loose() or not all(is_ours(type(handler)) for handler in self._handlers.values())

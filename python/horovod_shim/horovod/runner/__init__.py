@@ -68,7 +68,7 @@ def run(
     elastic = (slots, reset_limit, cooldown_range, host_discovery_script)
     if any(value is not None for value in elastic) or not least == most in (None, ranks):
         raise NotImplementedError(
-            "gohvd: run: this version has no elastic jobs: omit min_num_proc and max_num_proc, or set both to num_proc"
+            "gohvd: run: it starts no elastic jobs: use hvdrun, or omit min_num_proc and max_num_proc, or set both to num_proc"
         )
     command = [_programs.path_of_hvdrun()]
     options = {

@@ -1,0 +1,83 @@
+package pythontest
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// elasticJob returns a command that runs a program of elastic_ranks.py under hvdrun with flags.
+func elasticJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
+	t.Helper()
+	testnet.NeedTorch(t)
+	script := filepath.Join(python(t), "tests", "elastic_ranks.py")
+	return launched(t, append(append(flags, "--blacklist-cooldown-range", "1,1", testnet.Python, script), program...)...)
+}
+
+// ends runs an elastic job, which must succeed and whose output must match the patterns, each as often as it
+// says.
+func ends(t *testing.T, cmd *exec.Cmd, want map[string]int) {
+	t.Helper()
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Errorf("hvdrun: %v", err)
+	}
+	for pattern, n := range want {
+		if got := regexp.MustCompile(pattern).FindAllString(string(out), -1); len(got) != n {
+			t.Errorf("got %q, want %d matches of %s", got, n, pattern)
+		}
+	}
+	if t.Failed() {
+		t.Logf("%s", out)
+	}
+}
+
+// TestElasticTorch kills a rank while it trains. The others go on with the same parameters and the same state
+// of the optimizer, and a new process takes the place of the dead one. The state is one of the package, or
+// one of a program.
+func TestElasticTorch(t *testing.T) {
+	for _, c := range []struct{ state, victim string }{{"TorchState", "0"}, {"TorchState", "1"}, {"State", "0"}} {
+		t.Run(c.state+"/"+c.victim, func(t *testing.T) {
+			t.Parallel()
+			cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "train", c.state, c.victim)
+			ends(t, cmd, map[string]int{`:done \w+\n`: 3, `hvdrun: generation 2: 2 ranks: rank ` + c.victim: 1,
+				`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4`: 0})
+		})
+	}
+}
+
+// TestElasticTorchErrors has errors that are not the failure of ranks. They leave the wrapper. The job goes
+// on without the rank that has an error of its own.
+func TestElasticTorchErrors(t *testing.T) {
+	t.Parallel()
+	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "1"}, "own")
+	ends(t, cmd, map[string]int{`:left with KeyError\('mine'\)`: 1, `:left with MismatchError`: 3,
+		`hvdrun: generation 2: 2 ranks: rank 1 `: 1})
+}
+
+// TestElasticTorchHosts adds and removes hosts, also that of rank 0, and kills a rank, while the ranks go
+// once through a data set. Each sample is used once.
+func TestElasticTorchHosts(t *testing.T) {
+	t.Parallel()
+	testnet.NeedTorch(t)
+	hosts := testnet.NewHosts(t, 3)
+	list := filepath.Join(t.TempDir(), "hosts")
+	names := []string{hosts[0].Name, hosts[1].Name, hosts[2].Name}
+	if err := os.WriteFile(list, []byte(names[0]+":1\n"+names[1]+":1\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	alone := elasticJob(t, []string{"-np", "2", "--min-np", "1", "--host-discovery-script", "cat " + list,
+		"--agent", "ip netns exec {host}"}, append([]string{"samples", list}, names...)...)
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
+	t.Cleanup(cancel)
+	cmd := hosts[0].Command(ctx, alone.Path, alone.Args[1:]...)
+	cmd.Env, cmd.WaitDelay = alone.Env, 20*time.Second
+	ends(t, cmd, map[string]int{`:done with ranks 2 3 2 1 2 3\n`: 3, `has been removed from elastic job\n`: 1,
+		`leaves: its slot is not offered any more`: 2})
+}

@@ -1,0 +1,297 @@
+"""The interface of horovod.common.elastic: training goes on when ranks die, leave or are added (docs/elastic.md).
+
+The library decides with which commit the ranks go on (``hvd_elastic`` in gohvd.h). A ``State`` keeps the states. In a
+job that is not elastic, a decorated function is called once, and its errors are those of the job.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import os
+import queue
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from . import _engine, _library
+from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "notification_manager", "run", "run_fn",
+]  # fmt: skip
+
+_T = TypeVar("_T")
+_engine_ = _engine.engine
+
+
+def _progress() -> _library.Elastic:
+    """Returns what the library says of this process in an elastic job."""
+    e = _library.Elastic(ctypes.sizeof(_library.Elastic))
+    _library.check(_library.quick.hvd_elastic(e))
+    return e
+
+
+class _NotificationManager:
+    """Tells its listeners that the launcher has changed the ranks. It asks the library when a listener asks for news."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Any] = []
+        self._told = 0  # the generation whose end the listeners know
+
+    def init(self) -> None:
+        """Does nothing, because the library is always connected to the launcher of an elastic job."""
+
+    def register_listener(self, listener: Any) -> None:
+        self._listeners.append(listener)
+
+    def remove_listener(self, listener: Any) -> None:
+        self._listeners.remove(listener)
+
+    def poll(self) -> None:
+        """Calls on_hosts_updated of the listeners, once in a generation, if its ranks are to change."""
+        if not _engine_.initialized():
+            return
+        e = _progress()
+        if e.pending and self._told != e.generation:
+            self._told = e.generation
+            for listener in self._listeners:
+                listener.on_hosts_updated(time.time(), e.pending)
+
+
+notification_manager = _NotificationManager()
+
+
+class _Messages(queue.Queue):  # type: ignore[type-arg]
+    """The changes of the ranks of which a state has been told: pairs of the time and the kind of the change."""
+
+    def empty(self) -> bool:
+        notification_manager.poll()
+        return super().empty()
+
+
+class State:
+    """The state of training, which is the same at all ranks between steps.
+
+    A subclass defines save, restore and sync. After a change of the ranks, all of them get the state of the first rank
+    by sync, because only the states of this package can be set back to the commit before the last one.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[float, int]] = _Messages()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self._begin(0, False)
+
+    def _begin(self, root: int, is_commit: bool) -> None:
+        self._root = root
+        """The rank from which sync gets the state."""
+        self._voting = False
+        """Whether the next vote is about a commit."""
+        self._before: Any = None
+        """What restore needs for the commit before the last one, while the last one is not granted."""
+        self._is_commit = is_commit
+        """Whether what save has saved last is a commit that was granted."""
+        self._interrupted_commit = False
+        """Whether commit has raised HostsUpdatedInterrupt, so that the present state is a commit."""
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Registers functions that on_reset calls."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapts the state to other ranks. It is called after they have joined the job, and before sync. Values of the
+        state are then those of the last commit or, in a new rank, its own.
+        """
+        self._host_messages = _Messages()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Is told that the launcher has removed ranks (1), added some (2), or both (3)."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Saves the state, and waits until all ranks have saved it. Then check_host_updates follows."""
+        self._before = self._saved()
+        self.save()
+        self._is_commit, self._voting = False, True
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Waits for all ranks, and raises HostsUpdatedInterrupt at all of them if their number is to change. All ranks
+        must call it equally often.
+        """
+        asked, last = 0, self._last_updated_timestamp
+        while not self._host_messages.empty():
+            timestamp, kind = self._host_messages.get()
+            if timestamp > last:
+                self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
+                asked |= kind
+        if _engine_.initialized():
+            flags = (_library.SAVED if self._voting else 0) | asked
+            _library.call(_library.waiting.hvd_elastic_vote, flags)
+            asked = _progress().changes
+        if self._voting:
+            self._is_commit, self._voting, self._before = True, False, None
+            self._interrupted_commit = asked != 0
+        if asked:
+            raise HostsUpdatedInterrupt(asked == _library.REMOVED)
+
+    def reset(self) -> None:
+        """Adapts the state to a change of the ranks. Subclasses may override it."""
+
+    def save(self) -> None:
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        raise NotImplementedError
+
+    def _saved(self) -> Any:
+        """Returns what _put_back needs."""
+
+    def _put_back(self, saved: Any) -> None:
+        """Undoes the saves since _saved has returned saved."""
+
+    def _loose(self) -> bool:
+        """Returns whether the state may not have the commit of which the library knows."""
+        return True
+
+
+class ObjectState(State):
+    """A State that consists of values that can be copied and pickled. Each keyword argument becomes an attribute."""
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state: dict[str, Any] = kwargs
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        """Saves copies of the values for restore."""
+        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+        self._is_commit = False
+
+    def restore(self) -> None:
+        """Restores the saved values."""
+        for name, value in copy.deepcopy(self._saved_state).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Sets the values at all ranks to those of one rank, usually rank 0."""
+        values = {name: getattr(self, name) for name in self._saved_state}
+        root = {"root_rank": self._root} if self._root else {}  # the function of a program may have no such argument
+        for name, value in self._bcast_object(values, **root).items():
+            setattr(self, name, value)
+
+    def _saved(self) -> Any:
+        return self._saved_state
+
+    def _put_back(self, saved: Any) -> None:
+        self._saved_state = saved
+
+    def _loose(self) -> bool:
+        return not self._is_commit or not all(is_ours(getattr(type(self), name)) for name in ("save", "restore", "sync"))
+
+
+def is_ours(x: Any) -> bool:
+    """Returns whether this package defines a class or a function."""
+    return x.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., _T]:
+    """Decorates a training function, whose first argument is a State. The wrapper makes the state equal at all ranks and
+    calls the function, until it returns.
+
+    If ranks have failed, or commit has raised HostsUpdatedInterrupt, the wrapper calls reset, which leaves the job and
+    joins it again, and begins again with the state of the last commit, or with the present state after an interrupt.
+    All other errors leave the wrapper, also a MismatchError, and one of ranks that have failed three times in a row
+    without a commit. If the launcher has removed this process, the wrapper ends it.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> _T:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        try:
+            was_rank = reset_before = False
+            while True:
+                try:
+                    _start(state, was_rank, reset_before)
+                    was_rank = True
+                    result = func(state, *args, **kwargs)
+                    _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_DONE)
+                    return result
+                except HostsUpdatedInterrupt:
+                    if not state._interrupted_commit:
+                        state.save()
+                    _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_CHANGED)
+                    state._is_commit = True
+                except HorovodInternalError as e:
+                    _failed(e)
+                _reset(reset)
+                reset_before = True
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper
+
+
+def run(func: Callable[..., _T]) -> Callable[..., _T]:
+    """Is run_fn with the usual reset."""
+    return run_fn(func, _engine_.rejoin)
+
+
+def _start(state: State, was_rank: bool, reset_before: bool) -> None:
+    """Makes the state equal at all ranks. was_rank says that this process has had the state before, and reset_before that
+    it has joined the job again.
+    """
+    loose = was_rank and state._loose()
+    _library.call(_library.waiting.hvd_elastic_join, _library.LOOSE if loose else 0)
+    e = _progress()
+    if e.held == _library.HELD_GRANTED and state._before is not None:
+        state._put_back(state._before)
+    state._begin(e.root, e.held in (_library.HELD_GRANTED, _library.HELD_SAVED))
+    if e.restore:
+        state.restore()
+    if reset_before:
+        state.on_reset()
+    if e.missing or not was_rank:
+        state.sync()
+        state.save()
+    _library.call(_library.waiting.hvd_elastic_synced)
+    state._is_commit = True
+
+
+def _failed(e: HorovodInternalError) -> None:
+    """Raises e, or an error because of it, unless the training goes on after it."""
+    if not _engine_.initialized() or not _progress().generation:
+        raise e
+    try:
+        _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_FAILED)
+    except ValueError:
+        raise e from None
+    except HorovodInternalError as final:
+        raise final from e
+
+
+def _reset(reset: Callable[[], None]) -> None:
+    place = _engine_.place()
+    try:
+        reset()
+    except HorovodInternalError:
+        if not _progress().removed:
+            raise
+        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        print(f"{host}[{place.local_rank}] has been removed from elastic job", file=sys.stderr)
+        sys.exit(0)

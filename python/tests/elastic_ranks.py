@@ -1,0 +1,195 @@
+"""Programs for jobs whose ranks change (internal/pythontest/elastic_test.go): ``elastic_ranks.py NAME ARGUMENT...``.
+
+Each prints what the test looks for. The first process at a slot is the one whose HVD_MEMBER ends with /1.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import hashlib
+import os
+import pathlib
+import random
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import gohvd.torch as hvd
+from gohvd.exceptions import MismatchError
+
+FIRST = os.environ["HVD_MEMBER"].endswith("/1")
+LIMIT_SECONDS = 120  # a wait for the launcher fails after this time
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(random.randrange(1 << 30))
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), groups=2)
+
+
+def digest(state) -> str:
+    """Returns the digest of the parameters and of the state of the optimizer."""
+    h = hashlib.sha256(repr((state.step, state.least, state.again)).encode())
+    for tensor in state.model.state_dict().values():
+        h.update(tensor.numpy().tobytes())
+    for entry in state.optimizer.state_dict()["state"].values():
+        for value in entry.values():
+            h.update(value.numpy().tobytes() if torch.is_tensor(value) else repr(value).encode())
+    return h.hexdigest()[:16]
+
+
+class Own(hvd.elastic.State):
+    """A State of a program, which keeps one commit."""
+
+    def __init__(self, **values) -> None:
+        super().__init__(hvd.broadcast_object, hvd.rank)
+        self.__dict__.update(values)
+        self.save()
+
+    def content(self):
+        return self.model.state_dict(), self.optimizer.state_dict(), (self.step, self.least, self.again)
+
+    def fill(self, content) -> None:
+        model, optimizer, (self.step, self.least, self.again) = copy.deepcopy(content)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def save(self) -> None:
+        self.last = copy.deepcopy(self.content())
+
+    def restore(self) -> None:
+        self.fill(self.last)
+
+    def sync(self) -> None:
+        self.fill(self._bcast_object(self.content()))
+
+
+def step(state) -> None:
+    state.optimizer.zero_grad()
+    (state.model(torch.randn(8, 20)).sum() - 1).pow(2).backward()
+    state.optimizer.step()
+    state.step += 1
+
+
+def train(kind: str, victim: str) -> None:
+    """Trains until there were fewer ranks, because rank victim has died, and then more again."""
+    hvd.init()
+    model, optimizer = make()
+    make_state = {"TorchState": hvd.elastic.TorchState, "State": Own}[kind]
+    state = make_state(model=model, optimizer=optimizer, step=0, least=1000, again=0)
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+    armed = FIRST and hvd.rank() == int(victim)
+
+    @hvd.elastic.run
+    def run(state) -> None:
+        nonlocal armed
+        while state.again < 20:
+            if armed and state.step == 10:
+                armed = False
+                threading.Timer(random.random() * 0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            step(state)
+            digests = hvd.allgather_object(digest(state))
+            assert digests == [digests[0]] * hvd.size(), digests
+            state.least = min(state.least, hvd.size())
+            state.again += hvd.size() > state.least
+            if state.step % 3 == 0:  # two steps in three can be lost
+                state.commit()
+            else:
+                state.check_host_updates()
+
+    run(state)
+    assert not FIRST or resets == [2, 3], resets
+    say("done", digest(state))
+
+
+def samples(hosts: str, *names: str) -> None:
+    """Goes through a data set once, while hosts are added and removed and a rank dies. hosts is the file with the hosts
+    that are offered.
+    """
+
+    def offer(*numbers: int) -> None:
+        new = pathlib.Path(hosts + ".new")
+        new.write_text("".join(f"{names[i]}:1\n" for i in numbers))
+        new.rename(hosts)
+
+    hvd.init()
+    data = range(10_007)
+    sampler = hvd.elastic.ElasticSampler(data, seed=7)
+    state = hvd.elastic.TorchState(sampler=sampler, events=0, seen=[], sizes=[])
+
+    def change(state) -> None:
+        """Makes the next change, and waits until the launcher has announced it."""
+        number = state.events
+        state.events += 1
+        state.commit()
+        if hvd.rank() == 0:
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number in (0, 1, 4):
+                offer(*{0: (0, 1, 2), 1: (1, 2), 4: (1, 2, 0)}[number])
+            limit = time.monotonic() + LIMIT_SECONDS
+            while state._host_messages.empty():
+                assert time.monotonic() < limit, "the launcher has not changed the ranks"
+                time.sleep(0.01)
+        hvd.broadcast_object(None)
+        state.check_host_updates()
+
+    @hvd.elastic.run
+    def run(state) -> None:
+        state.sizes.append(hvd.size())
+        loader = torch.utils.data.DataLoader(data, batch_size=50, sampler=state.sampler)
+        for number, batch in enumerate(loader):
+            for part in hvd.allgather_object(batch.tolist()):
+                state.seen += part
+            state.sampler.record_batch(number, len(batch))
+            state.commit()
+            if state.events < 5 and len(state.seen) > 1500 * (state.events + 1):
+                change(state)
+
+    run(state)
+    counts = collections.Counter(state.seen)
+    assert sorted(counts) == list(data), f"{len(counts)} samples of {len(data)}"
+    again = sum(counts.values()) - len(data)
+    assert again < hvd.size(), f"{again} samples more than once"
+    say("done with ranks", *state.sizes)
+
+
+def own() -> None:
+    """Rank 1 has an error of its own, and then all ranks contradict each other. Both errors leave the wrapper."""
+    hvd.init()
+    state = hvd.elastic.TorchState(step=0)
+
+    @hvd.elastic.run
+    def run(state) -> None:
+        while state.step < 40 or hvd.size() < 3:
+            hvd.allreduce(torch.ones(1))
+            state.step += 1
+            if FIRST and hvd.rank() == 1 and state.step == 5:
+                raise KeyError("mine")
+            state.commit()
+            time.sleep(0.01)
+        hvd.allreduce(torch.ones(2 + hvd.rank()), name="x")
+
+    try:
+        run(state)
+    except KeyError as e:
+        say("left with", repr(e))
+        raise
+    except MismatchError as e:
+        say("left with MismatchError")
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
