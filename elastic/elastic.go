@@ -23,7 +23,6 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/commits"
-	membership "github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
@@ -150,28 +149,31 @@ func (j *Job) Commit(ctx context.Context) (err error) {
 	if j.saved, err = j.state.Save(); err != nil {
 		return err
 	}
-	changes, err := j.commits.Vote(ctx, collectives{}, true, 0)
+	changed, err := j.vote(ctx, true)
 	if err != nil {
 		return err
 	}
 	j.granted, j.saved = j.saved, nil
-	return errorOf(changes)
+	return changed
 }
 
 // Check is like Commit, but saves nothing. If the ranks only change by plan, nothing is lost either.
 func (j *Job) Check(ctx context.Context) error {
-	changes, err := j.commits.Vote(ctx, collectives{}, false, 0)
+	changed, err := j.vote(ctx, false)
 	if err != nil {
 		return err
 	}
-	return errorOf(changes)
+	return changed
 }
 
-func errorOf(changes membership.Change) error {
-	if changes != 0 {
-		return errChanged
+// vote waits for all ranks, and returns errChanged in changed if the ranks of the job change.
+func (j *Job) vote(ctx context.Context, saved bool) (changed, err error) {
+	number := []int64{j.commits.Ballot(saved, 0)}
+	all, err := hvd.Allreduce(ctx, number, hvd.Op(hvd.Max), hvd.Name("elastic.vote"))
+	if err == nil && j.commits.Count(all[0]) != 0 {
+		changed = errChanged
 	}
-	return nil
+	return changed, err
 }
 
 // collectives has the operations of this process by which the ranks agree.
@@ -181,12 +183,4 @@ func (collectives) Rank() int { return hvd.Rank() }
 
 func (collectives) Allgather(ctx context.Context, numbers []int64) ([]int64, error) {
 	return hvd.Allgather(ctx, numbers, hvd.Name("elastic.commits"))
-}
-
-func (collectives) Max(ctx context.Context, number int64) (int64, error) {
-	all, err := hvd.Allreduce(ctx, []int64{number}, hvd.Op(hvd.Max), hvd.Name("elastic.vote"))
-	if err != nil {
-		return 0, err
-	}
-	return all[0], nil
 }

@@ -431,11 +431,12 @@ PUBLIC hvd_status_t hvd_elastic_synced(hvd_handle_t *handle) {
 	return gohvdElasticSynced(handle);
 }
 
-PUBLIC hvd_status_t hvd_elastic_vote(uint32_t flags, hvd_handle_t *handle) {
+PUBLIC hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_t *handle) {
 	no_handle(handle);
+	needs(handle || seconds < 0, "elastic vote", "got a time limit and no place for the handle");
 	needs(!(flags & ~(HVD_SAVED | HVD_REMOVED | HVD_ADDED)), "elastic vote",
 	      "got unknown flags, want HVD_SAVED, HVD_REMOVED and HVD_ADDED");
-	return gohvdElasticVote(flags, handle);
+	return gohvdElasticVote(flags, seconds, handle);
 }
 
 PUBLIC hvd_status_t hvd_elastic_end(uint32_t training, hvd_handle_t *handle) {

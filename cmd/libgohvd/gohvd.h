@@ -386,10 +386,11 @@ hvd_status_t hvd_elastic_synced(hvd_handle_t *handle);
 /* A flag of hvd_elastic_vote: the program has saved its state, so it is a commit if all ranks have. */
 #define HVD_SAVED 4u
 
-/* hvd_elastic_vote waits for all ranks, which must call it equally often. flags are HVD_SAVED, and HVD_REMOVED and
- * HVD_ADDED for a change that the program wants in a job that is not elastic. If hvd_elastic then has changes, the
- * program saves its state, calls hvd_elastic_end with HVD_TRAINING_CHANGED, leaves the job and joins it again. */
-hvd_status_t hvd_elastic_vote(uint32_t flags, hvd_handle_t *handle);
+/* hvd_elastic_vote waits for all ranks, which must call it equally often. seconds and handle are as in hvd_run. flags are
+ * HVD_SAVED, and HVD_REMOVED and HVD_ADDED for a change that the program wants in a job that is not elastic. If
+ * hvd_elastic then has changes, the program saves its state, calls hvd_elastic_end with HVD_TRAINING_CHANGED, leaves the
+ * job and joins it again. */
+hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_t *handle);
 
 /* How the training has ended in this process. */
 typedef enum hvd_training {

@@ -564,9 +564,16 @@ func gohvdElasticSynced(handle *C.hvd_handle_t) C.hvd_status_t {
 }
 
 //export gohvdElasticVote
-func gohvdElasticVote(flags C.uint32_t, handle *C.hvd_handle_t) C.hvd_status_t {
-	asked := elastic.Change(flags &^ C.HVD_SAVED)
-	return begun(process.Vote(flags&C.HVD_SAVED != 0, asked), handle)
+func gohvdElasticVote(flags C.uint32_t, seconds C.double, handle *C.hvd_handle_t) C.hvd_status_t {
+	limit, err := limitOf(seconds)
+	if err != nil {
+		return status(err)
+	}
+	h, err := process.Vote(flags&C.HVD_SAVED != 0, elastic.Change(flags&^C.HVD_SAVED), limit)
+	if handle != nil {
+		*handle = C.hvd_handle_t(h)
+	}
+	return status(err)
 }
 
 //export gohvdElasticEnd

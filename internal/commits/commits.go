@@ -4,7 +4,8 @@
 // languages keep theirs (internal/library).
 //
 // At the start of a generation a process joins its job, calls Join, does what the Plan says, and calls
-// Synced. The training calls Vote. When it ends, the process calls Done, Changed or Failed. After the last
+// Synced. The training votes, with
+// Ballot and Count. When it ends, the process calls Done, Changed or Failed. After the last
 // two it leaves its job and begins again.
 package commits
 
@@ -27,8 +28,6 @@ type Collectives interface {
 	// Allgather returns the numbers of all ranks in the order of the ranks. Each rank has the same number of
 	// them.
 	Allgather(ctx context.Context, numbers []int64) ([]int64, error)
-	// Max returns the greatest of the numbers of all ranks.
-	Max(ctx context.Context, number int64) (int64, error)
 }
 
 // Job is this process in its job. The zero value has no commit. Its methods must not be called at the same
@@ -142,27 +141,26 @@ func (j *Job) Synced(ctx context.Context, c Collectives) error {
 	return j.member.Tell(ctx, joblink.MemberEvent{Kind: joblink.Synced, Generation: j.member.Generation()})
 }
 
-// Vote waits for all ranks. If saved is set, this rank has saved the next commit, and when Vote returns no
-// error, all ranks have saved it. changes is not 0 if the launcher has changed the ranks, and then the
-// training must end at all ranks. Every rank must call Vote equally often.
-//
+// Ballot returns the number of this rank in a vote, which is an operation that gives all ranks the greatest
+// of their numbers. All ranks must vote equally often. saved says that this rank has saved the next commit.
 // asked is what the program takes for changes in a job that is not elastic, or 0.
-func (j *Job) Vote(ctx context.Context, c Collectives, saved bool, asked elastic.Change) (
-	changes elastic.Change, err error) {
+func (j *Job) Ballot(saved bool, asked elastic.Change) int64 {
 	if saved {
 		j.saved = j.granted + 1
 	}
 	if j.member != nil {
 		asked = j.Pending()
 	}
-	all, err := c.Max(ctx, int64(asked))
-	if err != nil {
-		return 0, err
-	}
-	if saved {
+	return int64(asked)
+}
+
+// Count takes the result of a vote. If this rank had saved a commit, all ranks have saved it now. The result
+// of Count is not 0 if the launcher has changed the ranks, and then the training must end at all ranks.
+func (j *Job) Count(greatest int64) elastic.Change {
+	if j.saved != 0 {
 		j.granted, j.saved, j.vain = j.saved, 0, 0
 	}
-	return elastic.Change(all), nil
+	return elastic.Change(greatest)
 }
 
 // Pending returns how the launcher has changed the ranks since this process joined, or 0.
@@ -176,7 +174,7 @@ func (j *Job) Pending() elastic.Change {
 	return 0
 }
 
-// Changed tells that the training has ended because Vote has returned changes, and that this rank has saved
+// Changed tells that the training has ended because of the changes of a vote, and that this rank has saved
 // its present state. This state is the next commit.
 func (j *Job) Changed() {
 	j.granted++

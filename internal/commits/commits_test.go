@@ -13,14 +13,11 @@ import (
 type ranks struct {
 	me  int
 	all []int64
-	err error
 }
 
 func (r ranks) Rank() int { return r.me }
 
-func (r ranks) Allgather(context.Context, []int64) ([]int64, error) { return r.all, r.err }
-
-func (r ranks) Max(_ context.Context, number int64) (int64, error) { return number, r.err }
+func (r ranks) Allgather(context.Context, []int64) ([]int64, error) { return r.all, nil }
 
 // holder is a rank with its numbers before a Join.
 type holder struct {
@@ -99,10 +96,9 @@ func TestJoin(t *testing.T) {
 
 // A commit that was saved and not granted does not take the place of a later one with the same number.
 func TestCommitThatWasNotGranted(t *testing.T) {
-	broken := ranks{err: errors.New("a rank has died")}
 	j := &Job{granted: 1}
-	if _, err := j.Vote(t.Context(), broken, true, 0); !errors.Is(err, broken.err) || j.saved != 2 {
-		t.Fatalf("got %v and %+v, want the error, and commit 2 saved", err, j)
+	if j.Ballot(true, 0); j.saved != 2 {
+		t.Fatalf("got %+v, want commit 2 saved", j)
 	}
 	alone := ranks{all: []int64{1, 2, 0}}
 	for range 2 { // the second time, the next generation has also failed
@@ -113,9 +109,8 @@ func TestCommitThatWasNotGranted(t *testing.T) {
 	if err := j.Synced(t.Context(), alone); err != nil {
 		t.Fatal(err)
 	}
-	changes, err := j.Vote(t.Context(), alone, true, elastic.Added)
-	if err != nil || changes != elastic.Added {
-		t.Fatalf("got %v, %v, want the change that the program has asked for", changes, err)
+	if changes := j.Count(j.Ballot(true, elastic.Added)); changes != elastic.Added {
+		t.Fatalf("got %v, want the change that the program has asked for", changes)
 	}
 	if j.Changed(); j.granted != 3 || j.saved != 0 {
 		t.Errorf("got %+v, want commit 3", j)
@@ -140,13 +135,9 @@ func TestFailed(t *testing.T) {
 	}
 	fail(true)
 	fail(true)
-	if _, err := j.Vote(t.Context(), ranks{}, true, 0); err != nil {
-		t.Fatal(err)
-	}
+	j.Count(j.Ballot(true, 0))
 	fail(true)
-	if _, err := j.Vote(t.Context(), ranks{}, false, 0); err != nil { // a check is no commit
-		t.Fatal(err)
-	}
+	j.Count(j.Ballot(false, 0)) // a check is no commit
 	fail(true)
 	fail(false)
 }

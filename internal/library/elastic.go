@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/commits"
@@ -77,7 +78,7 @@ func (l *Library) startTraining(op string, f func(t *training, c collectives) er
 			return err
 		}
 		if !l.training.using.TryLock() {
-			return &engine.UsageError{Op: op, Err: errors.New("another such call is in progress")}
+			return errInProgress(op)
 		}
 		defer l.training.using.Unlock()
 		return f(&l.training, collectives{l, r})
@@ -102,15 +103,50 @@ func (l *Library) Synced() Handle {
 	})
 }
 
-// Vote waits for all ranks. If saved is set, this rank has saved its next commit.
-func (l *Library) Vote(saved bool, asked elastic.Change) Handle {
-	return l.startTraining("elastic vote", func(t *training, c collectives) error {
-		changes, err := t.commits.Vote(context.Background(), c, saved, asked)
-		if err == nil {
-			t.note(func(p *Progress) { p.Changes = changes })
-		}
-		return err
-	})
+// Vote waits for all ranks, as Run waits for an operation. If saved is set, this rank has saved its next
+// commit.
+func (l *Library) Vote(saved bool, asked elastic.Change, limit time.Duration) (Handle, error) {
+	const op = "elastic vote"
+	r, err := l.current(op)
+	if err != nil {
+		return 0, err
+	}
+	t := &l.training
+	if !t.using.TryLock() {
+		return 0, errInProgress(op)
+	}
+	v := &vote{training: t, numbers: [2]int64{t.commits.Ballot(saved, asked)}}
+	s := rank.Spec{Kind: uint32(message.Allreduce), Name: "elastic.vote", ReduceOp: uint32(tensor.Max)}
+	if v.call, err = l.begin(collectives{l, r}.operation(s, v.numbers[:1], v.numbers[1:])); err != nil {
+		t.using.Unlock()
+		return 0, err
+	}
+	if !await(v, limit) {
+		v.execution.NotifyLater()
+		return l.handles.add(v), ErrPending
+	}
+	return 0, l.finish(v, nil, false)
+}
+
+// vote is the operation of a Vote.
+type vote struct {
+	*call
+	training *training
+	numbers  [2]int64 // the one of this rank, and the result
+}
+
+func (v *vote) take(*Result) error {
+	defer v.training.using.Unlock()
+	if v.err != nil {
+		return v.err
+	}
+	changes := v.training.commits.Count(v.numbers[1])
+	v.training.note(func(p *Progress) { p.Changes = changes })
+	return nil
+}
+
+func errInProgress(op string) error {
+	return &engine.UsageError{Op: op, Err: errors.New("another such call is in progress")}
 }
 
 // EndTraining tells how the training has ended. After Changed and Failed the program leaves the job and joins
@@ -144,21 +180,15 @@ func (c collectives) Rank() int { return c.rank.Place.Rank }
 
 func (c collectives) Allgather(_ context.Context, numbers []int64) ([]int64, error) {
 	all := make([]int64, len(numbers)*c.rank.Place.Size)
-	return all, c.run(rank.Spec{Kind: uint32(message.Allgather), Name: "elastic.commits"}, numbers, all)
+	s := rank.Spec{Kind: uint32(message.Allgather), Name: "elastic.commits"}
+	_, err := c.library.Run(c.operation(s, numbers, all), Forever, nil)
+	return all, err
 }
 
-func (c collectives) Max(_ context.Context, number int64) (int64, error) {
-	all := []int64{0}
-	err := c.run(rank.Spec{Kind: uint32(message.Allreduce), Name: "elastic.vote", ReduceOp: uint32(tensor.Max)},
-		[]int64{number}, all)
-	return all[0], err
-}
-
-// run runs the operation s.
-func (c collectives) run(s rank.Spec, in, out []int64) error {
+// operation returns the operation s on numbers.
+func (c collectives) operation(s rank.Spec, in, out []int64) *Op {
 	s.DType, s.Prescale, s.Postscale = uint32(tensor.Int64), 1, 1
 	s.Tensors = []rank.TensorSpec{{Shape: tensor.Shape{int64(len(in))}}}
 	place := Place{In: unsafe.Pointer(&in[0]), Out: unsafe.Pointer(&out[0]), OutBytes: uint64(8 * len(out))}
-	_, err := c.library.Run(&Op{Spec: s, Places: []Place{place}}, Forever, nil)
-	return err
+	return &Op{Spec: s, Places: []Place{place}}
 }

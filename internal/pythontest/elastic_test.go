@@ -40,14 +40,21 @@ func ends(t *testing.T, cmd *exec.Cmd, want map[string]int) {
 
 // TestElasticTorch kills a rank while it trains. The others go on with the same parameters and the same state
 // of the optimizer, and a new process takes the place of the dead one. The state is one of the package, or
-// one of a program.
+// one of a program. If the rank dies before the vote about the commit of step 12, the others go on with the
+// commit before it, that of step 9.
 func TestElasticTorch(t *testing.T) {
-	for _, c := range []struct{ state, victim string }{{"TorchState", "0"}, {"TorchState", "1"}, {"State", "0"}} {
+	for _, c := range []struct{ state, victim, where string }{
+		{"TorchState", "0", "anywhere"}, {"TorchState", "1", "commit"}, {"State", "0", "anywhere"},
+	} {
 		t.Run(c.state+"/"+c.victim, func(t *testing.T) {
 			t.Parallel()
-			cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "train", c.state, c.victim)
-			ends(t, cmd, map[string]int{`:done \w+\n`: 3, `hvdrun: generation 2: 2 ranks: rank ` + c.victim: 1,
-				`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4`: 0})
+			cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "train", c.state, c.victim, c.where)
+			want := map[string]int{`:done \w+\n`: 3, `hvdrun: generation 2: 2 ranks: rank ` + c.victim: 1,
+				`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4`: 0}
+			if c.where == "commit" {
+				want[`:begins at step 9\n`] = 2
+			}
+			ends(t, cmd, want)
 		})
 	}
 }

@@ -265,7 +265,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_elastic": (POINTER(Elastic),),
     "hvd_elastic_join": (c_uint32, POINTER(Handle)),
     "hvd_elastic_synced": (POINTER(Handle),),
-    "hvd_elastic_vote": (c_uint32, POINTER(Handle)),
+    "hvd_elastic_vote": (c_uint32, c_double, POINTER(Handle)),
     "hvd_elastic_end": (c_uint32, POINTER(Handle)),
     "hvd_start_timeline": (c_char_p, c_int32),
     "hvd_stop_timeline": (),

@@ -35,6 +35,16 @@ def _progress() -> _library.Elastic:
     return e
 
 
+def _vote(flags: int) -> None:
+    """Waits for all ranks."""
+    handle = _library.Handle()
+    status = _library.waiting.hvd_elastic_vote(flags, _library.SLICE, handle)
+    if status == _library.PENDING:
+        _library.wait(handle)
+    else:
+        _library.check(status)
+
+
 class _NotificationManager:
     """Tells its listeners that the launcher has changed the ranks. It asks the library when a listener asks for news."""
 
@@ -96,7 +106,7 @@ class State:
         self._before: Any = None
         """What restore needs for the commit before the last one, while the last one is not granted."""
         self._is_commit = is_commit
-        """Whether what save has saved last is a commit that was granted."""
+        """Whether what save has saved last, or _before if there is one, is a commit that was granted."""
         self._interrupted_commit = False
         """Whether commit has raised HostsUpdatedInterrupt, so that the present state is a commit."""
 
@@ -119,9 +129,9 @@ class State:
 
     def commit(self) -> None:
         """Saves the state, and waits until all ranks have saved it. Then check_host_updates follows."""
-        self._before = self._saved()
+        self._before, was_commit = self._saved(), self._is_commit
         self.save()
-        self._is_commit, self._voting = False, True
+        self._is_commit, self._voting = was_commit, True
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -135,8 +145,7 @@ class State:
                 self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
                 asked |= kind
         if _engine_.initialized():
-            flags = (_library.SAVED if self._voting else 0) | asked
-            _library.call(_library.waiting.hvd_elastic_vote, flags)
+            _vote((_library.SAVED if self._voting else 0) | asked)
             asked = _progress().changes
         if self._voting:
             self._is_commit, self._voting, self._before = True, False, None

@@ -80,12 +80,25 @@ def step(state) -> None:
     state.step += 1
 
 
-def train(kind: str, victim: str) -> None:
-    """Trains until there were fewer ranks, because rank victim has died, and then more again."""
+class Deadly:
+    """A value that kills the process when it is copied for a commit, if armed is set."""
+
+    armed = False
+
+    def __deepcopy__(self, memo) -> Deadly:
+        if Deadly.armed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+
+def train(kind: str, victim: str, where: str) -> None:
+    """Trains until there were fewer ranks, because rank victim has died, and then more again. It dies at a random time or,
+    if where is "commit", before it has saved a commit that the others have saved.
+    """
     hvd.init()
     model, optimizer = make()
     make_state = {"TorchState": hvd.elastic.TorchState, "State": Own}[kind]
-    state = make_state(model=model, optimizer=optimizer, step=0, least=1000, again=0)
+    state = make_state(model=model, optimizer=optimizer, step=0, least=1000, again=0, deadly=Deadly())
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     armed = FIRST and hvd.rank() == int(victim)
@@ -93,10 +106,14 @@ def train(kind: str, victim: str) -> None:
     @hvd.elastic.run
     def run(state) -> None:
         nonlocal armed
+        say("begins at step", state.step)
         while state.again < 20:
             if armed and state.step == 10:
                 armed = False
-                threading.Timer(random.random() * 0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                if where == "commit":
+                    Deadly.armed = True
+                else:
+                    threading.Timer(random.random() * 0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
             step(state)
             digests = hvd.allgather_object(digest(state))
             assert digests == [digests[0]] * hvd.size(), digests
@@ -165,7 +182,7 @@ def samples(hosts: str, *names: str) -> None:
 
 
 def own() -> None:
-    """Rank 1 has an error of its own, and then all ranks contradict each other. Both errors leave the wrapper."""
+    """The rank with the local rank 1 has an error of its own, and then all ranks contradict each other. Both errors leave the wrapper."""
     hvd.init()
     state = hvd.elastic.TorchState(step=0)
 
@@ -174,7 +191,7 @@ def own() -> None:
         while state.step < 40 or hvd.size() < 3:
             hvd.allreduce(torch.ones(1))
             state.step += 1
-            if FIRST and hvd.rank() == 1 and state.step == 5:
+            if FIRST and hvd.local_rank() == 1 and state.step == 5:
                 raise KeyError("mine")
             state.commit()
             time.sleep(0.01)

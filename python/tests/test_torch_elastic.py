@@ -133,9 +133,10 @@ class Elastic(RanksTest):
         with torch.no_grad():
             model.weight.fill_(2.0)
         state.epoch = 2
-        with mock.patch("gohvd._library.call", side_effect=hvd.HorovodInternalError("a rank has died")):
+        with mock.patch("gohvd.elastic._vote", side_effect=hvd.HorovodInternalError("a rank has died")):
             with self.assertRaises(hvd.HorovodInternalError):
                 state.commit()
+        self.assertFalse(state._loose())
         state.restore()
         self.assertEqual((state.epoch, model.weight.item()), (2, 2.0))
         state._put_back(state._before)

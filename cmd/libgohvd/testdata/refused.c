@@ -50,7 +50,8 @@ int main(void) {
 	want(hvd_elastic(&at) == HVD_SUCCESS && at.generation == 0 && at.removed == 0 && at.pending == 0);
 	fails(hvd_elastic_join(0, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_elastic_join(2, NULL), HVD_ERROR_USAGE, "HVD_LOOSE");
-	fails(hvd_elastic_vote(8, NULL), HVD_ERROR_USAGE, "HVD_SAVED");
+	fails(hvd_elastic_vote(8, -1, NULL), HVD_ERROR_USAGE, "HVD_SAVED");
+	fails(hvd_elastic_vote(0, -1, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_elastic_end(3, NULL), HVD_ERROR_USAGE, "hvd_training_t");
 	fails(hvd_check(), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_dump(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
@@ -89,7 +90,8 @@ int main(void) {
 	ok(hvd_elastic_join(0, NULL));
 	want(hvd_elastic(&at) == HVD_SUCCESS && at.held == HVD_HELD_PRESENT && at.root == 0 && !at.missing && !at.restore);
 	ok(hvd_elastic_synced(NULL));
-	ok(hvd_elastic_vote(HVD_SAVED | HVD_ADDED, NULL));
+	fails(hvd_elastic_vote(0, 1, NULL), HVD_ERROR_USAGE, "no place for the handle");
+	ok(hvd_elastic_vote(HVD_SAVED | HVD_ADDED, -1, NULL));
 	want(hvd_elastic(&at) == HVD_SUCCESS && at.changes == HVD_ADDED);
 	fails(hvd_elastic_end(HVD_TRAINING_FAILED, NULL), HVD_ERROR_USAGE, "the job goes on");
 	ok(hvd_elastic_end(HVD_TRAINING_CHANGED, NULL));
