@@ -45,7 +45,7 @@ const (
 	// Changed says that it has ended because of the changes of a Vote, and that the program has saved its
 	// state.
 	Changed
-	// Failed says that it has failed.
+	// Failed says that it has failed because other ranks have.
 	Failed
 )
 
@@ -160,14 +160,30 @@ func (l *Library) EndTraining(o Outcome) Handle {
 			t.commits.Changed()
 			return nil
 		}
-		err := c.rank.Check()
+		err := whyOver(c.rank)
 		if err == nil {
-			return &engine.UsageError{Op: "elastic end",
-				Err: errors.New("the job goes on, so the training has failed for a reason of its own")}
+			return &engine.UsageError{Op: "elastic end", Err: errors.New("the job is not over")}
 		}
 		_, ofRanks := errors.AsType[*engine.PeerError](err)
 		return t.commits.Failed(err, ofRanks)
 	})
+}
+
+// overLimit is how long the job may go on after an operation has failed because of other ranks.
+const overLimit = 10 * time.Second
+
+// whyOver waits until the job is over, which is soon after an operation has failed because of other ranks,
+// and returns the reason. It returns nil if the job goes on.
+func whyOver(r *rank.Rank) error {
+	if r.Engine != nil {
+		limit := time.NewTimer(overLimit)
+		defer limit.Stop()
+		select {
+		case <-r.Engine.Ended():
+		case <-limit.C:
+		}
+	}
+	return r.Check()
 }
 
 // collectives has the operations of this process by which the ranks agree.

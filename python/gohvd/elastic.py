@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from . import _engine, _library
-from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from .exceptions import HorovodInternalError, HostsUpdatedInterrupt, PeerError
 
 __all__ = [
     "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "notification_manager", "run", "run_fn",
@@ -246,7 +246,7 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., 
                         state.save()
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_CHANGED)
                     state._is_commit = True
-                except HorovodInternalError as e:
+                except PeerError as e:
                     _failed(e)
                 _reset(reset)
                 reset_before = True
@@ -282,14 +282,12 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     state._is_commit = True
 
 
-def _failed(e: HorovodInternalError) -> None:
-    """Raises e, or an error because of it, unless the training goes on after it."""
+def _failed(e: PeerError) -> None:
+    """Raises e, or an error because of it, unless the training goes on after ranks have failed."""
     if not _engine_.initialized() or not _progress().generation:
         raise e
     try:
         _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_FAILED)
-    except ValueError:
-        raise e from None
     except HorovodInternalError as final:
         raise final from e
 
