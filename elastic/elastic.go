@@ -57,9 +57,14 @@ type Job struct {
 // a row without a commit. When train has returned nil, the process is still a rank; hvd.Shutdown leaves the
 // job.
 //
+// While Run runs in an elastic job, SIGTERM does not end the process: it leaves the job at the next commit,
+// and Run returns ErrRemoved. A handler of the program for SIGTERM gets the signal too, and should not make
+// the training fail.
+//
 // In a job that is not elastic, Run calls train once.
 func Run(ctx context.Context, state State, train func(ctx context.Context, job *Job) error,
 	opts ...hvd.InitOption) error {
+	defer rank.LeaveOnSIGTERM()()
 	j := &Job{state: state}
 	for {
 		err := j.join(ctx, opts)

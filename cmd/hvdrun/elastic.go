@@ -161,16 +161,20 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, reports *reporter) {
 	events := make(chan func(*elastic.Machine, time.Time) elastic.Output)
 	e.Events = events
-	// put passes an event to the supervisor, and returns when the supervisor has handled it.
-	put := func(f func(*elastic.Machine, time.Time) elastic.Output) {
+	// put passes an event to the supervisor, and returns when the supervisor has handled it. It reports
+	// whether the job is over.
+	put := func(f func(*elastic.Machine, time.Time) elastic.Output) (over bool) {
 		handled := make(chan struct{})
 		select {
 		case events <- func(m *elastic.Machine, now time.Time) elastic.Output {
 			defer close(handled)
+			over = m.Over()
 			return f(m, now)
 		}:
 			<-handled
+			return over
 		case <-ctx.Done():
+			return true
 		}
 	}
 	members := joblink.NewMembers(kv)
@@ -184,8 +188,8 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 		})
 	})
 	go func() {
-		_ = members.Listen(ctx, func(event joblink.MemberEvent) { // fails only if kv is closed
-			put(func(m *elastic.Machine, now time.Time) elastic.Output {
+		_ = members.Listen(ctx, func(event joblink.MemberEvent) bool { // fails only if kv is closed
+			return put(func(m *elastic.Machine, now time.Time) elastic.Output {
 				switch event.Kind {
 				case joblink.Ready:
 					return m.Ready(now, event.Member)

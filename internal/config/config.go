@@ -12,7 +12,9 @@ package config
 import (
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/binding"
@@ -295,6 +297,11 @@ func Defaults() Config {
 // Environ returns the environment of this process in the form NAME=value. In libgohvd it is another function,
 // because there the program may have changed the environment after Go has made its copy.
 var Environ = os.Environ
+
+// InElasticJob reports whether the launcher has started this process for an elastic job.
+func InElasticJob() bool {
+	return slices.ContainsFunc(Environ(), func(v string) bool { return strings.HasPrefix(v, "HVD_MEMBER=") })
+}
 
 // FromEnvironment loads the settings of a process that runs an engine. Values come from the environment of
 // the process and from the map overrides, which holds the values that the program sets, by name. haveStore

@@ -30,8 +30,11 @@ type training struct {
 	Again     int // steps with more than the smallest number of ranks
 }
 
-func (s *training) Save() ([]byte, error)     { return json.Marshal(s) }
-func (s *training) Restore(data []byte) error { return json.Unmarshal(data, s) }
+func (s *training) Save() ([]byte, error) { return json.Marshal(s) }
+func (s *training) Restore(data []byte) error {
+	fmt.Println("restored")
+	return json.Unmarshal(data, s)
+}
 
 // trainElastic trains until there were fewer ranks than at the start, and then more again. In each step it
 // checks that the sum has the value of each rank once.
@@ -143,6 +146,56 @@ func TestElastic(t *testing.T) {
 			tellJob(t, j)
 		})
 	}
+}
+
+// TestElasticNotice sends SIGTERM to a rank of an elastic job. It leaves, and the others lose no step. Then
+// it
+// sends SIGTERM to hvdrun, which ends the others.
+func TestElasticNotice(t *testing.T) {
+	t.Parallel()
+	j := startHvdrun(t, nil, []string{"-np", "3", "--min-np", "2"}, "elastic")
+	var pids [3]int
+	ranks := 0
+	j.until("all ranks trained", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			pids[l.rank], _ = strconv.Atoi(text)
+		}
+		if strings.HasPrefix(l.text, "rank ") {
+			ranks++
+		}
+		return ranks == 3
+	})
+	restored := strings.Count(j.out(), "restored") // the ranks may get the first state from rank 0
+	victim := draws(t).IntN(3)
+	if err := unix.Kill(pids[victim], unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	j.until("the rank has left, and the others train", func(l line) bool {
+		if strings.HasSuffix(l.text, " of 2") {
+			ranks++
+		}
+		return ranks == 5
+	})
+	want := fmt.Sprintf("generation 2: 2 ranks: rank %d (", victim)
+	j.untilError(want, func(text string) bool { return strings.Contains(text, want) })
+	if err := j.cmd.Process.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 128+int(unix.SIGTERM) {
+		t.Errorf("hvdrun ended with status %d, want 143", status)
+	}
+	if got := strings.Count(j.out(), "restored"); got != restored || !strings.Contains(j.out(), "removed\n") {
+		t.Errorf("got %d calls of Restore, want %d, and a process that was removed", got, restored)
+	}
+	for _, text := range []string{"leaves: SIGTERM", "changes of the ranks: 1"} {
+		if !strings.Contains(j.err(), text) {
+			t.Errorf("hvdrun does not say %q", text)
+		}
+	}
+	if strings.Contains(j.err(), "again: killing") {
+		t.Error("the ranks did not end after SIGTERM")
+	}
+	tellJob(t, j)
 }
 
 // TestElasticHosts adds a host to an elastic job and removes the first one, with rank 0 and the store of the

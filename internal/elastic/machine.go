@@ -125,14 +125,24 @@ func (m *Machine) Synced(now time.Time, generation uint64) Output {
 }
 
 // Leave tells that process p asks to leave after its current step, for example because its host is about to
-// be taken away.
+// be taken away. If p is no rank yet, it is killed.
 func (m *Machine) Leave(now time.Time, p Member, why string) Output {
 	m.now = now
-	if k := m.find(p); k != nil && k.leaving == "" {
-		k.leaving = why
-		m.departed[k.Slot] = true
+	k := m.find(p)
+	if k == nil || k.leaving != "" {
+		return m.step()
 	}
-	return m.step()
+	k.leaving = why
+	m.departed[k.Slot] = true
+	if k.state == starting || k.state == waiting {
+		m.kill(k)
+	}
+	out := m.step()
+	if k.state == active && out.Publish == nil && !m.finished && !m.ended {
+		out.Notes = append(out.Notes, fmt.Sprintf("%s is to leave (%s), but the training needs it until there are other ranks",
+			m.title(k), why))
+	}
+	return out
 }
 
 // Done tells that the training has returned in process p.
@@ -195,6 +205,8 @@ func (m *Machine) Ended(now time.Time, p Member, status int, how string) Output 
 	case status == 0:
 		m.departed[k.Slot] = true
 		k.lost = how + " before the end of the training"
+	case k.leaving != "":
+		k.lost = how // where it ran, nothing is started anyway
 	default:
 		m.fail(k, how)
 	}
@@ -209,6 +221,12 @@ func (m *Machine) Tick(now time.Time) Output {
 	m.now = now
 	return m.step()
 }
+
+// Stop tells that the launcher ends the job for a reason of its own. After that, the machine has no output.
+func (m *Machine) Stop() { m.ended = true }
+
+// Over reports whether the job is over, so that the events do not matter any more.
+func (m *Machine) Over() bool { return m.ended }
 
 // Next returns when Tick is to be called, or the zero time if only events matter.
 func (m *Machine) Next() (next time.Time) {
@@ -435,11 +453,11 @@ func (m *Machine) leaves(k *member) bool { return k.leaving != "" || !m.offered(
 
 // form publishes a new roster if one is needed and possible.
 func (m *Machine) form() {
-	ranks, changed, lost := m.next()
+	ranks, lost, leaving, added := m.next()
 	switch {
 	case m.roster == nil && !m.begun:
 		m.awaitSlots()
-	case m.finished && !lost || !changed:
+	case m.finished && !lost || !lost && !leaving && !added:
 		m.waitsSince = time.Time{}
 	case m.finished && m.synced && !slices.ContainsFunc(ranks, func(k *member) bool { return k.synced }):
 		m.end("the ranks that are left do not have the state of the training: "+m.reason(nil), m.culprit)
@@ -449,7 +467,7 @@ func (m *Machine) form() {
 		// The ranks of the newest roster go on until there are enough new ones.
 	case len(ranks) < m.cfg.Min:
 		m.pause(len(ranks))
-	case !lost && !m.settled():
+	case !lost && !leaving && !m.settled():
 	case m.roster != nil && m.cfg.ResetLimit >= 0 && m.resets >= m.cfg.ResetLimit:
 		m.end(fmt.Sprintf("the number of resets exceeds the limit of %d: %s", m.cfg.ResetLimit,
 			m.reason(ranks)), m.culprit)
@@ -471,10 +489,10 @@ func (m *Machine) awaitSlots() {
 	m.expire(have, want)
 }
 
-// next returns the members of the next roster, and whether they differ from those of the newest one.
-// Processes in which the training has returned do not count as a difference. lost reports whether a rank of
-// the newest roster has failed.
-func (m *Machine) next() (ranks []*member, changed, lost bool) {
+// next returns the members of the next roster, and how they differ from those of the newest one: ranks are
+// lost because they have failed, leave, or are new. Processes in which the training has returned do not count
+// as a difference.
+func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
 	var leaving, added []*member
 	synced := !m.synced
 	for _, k := range m.newest() {
@@ -502,7 +520,7 @@ func (m *Machine) next() (ranks []*member, changed, lost bool) {
 			added = added[:min(len(added), max(0, m.cfg.Max-len(ranks)))]
 		}
 	}
-	return append(ranks, added...), lost || len(leaving)+len(added) > 0, lost
+	return append(ranks, added...), lost, len(leaving) > 0, len(added) > 0
 }
 
 // newest returns the members of the newest roster, in the order of their ranks.
@@ -558,8 +576,7 @@ func (m *Machine) starting() (n int) {
 	return n
 }
 
-// settled reports whether a roster may be formed although no rank has failed, because no other process is
-// about to become ready.
+// settled reports whether new ranks may be added now, because no other process is about to become ready.
 func (m *Machine) settled() bool {
 	return m.starting() == 0 || !m.readySince.IsZero() && m.now.Sub(m.readySince) >= m.patience()
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"sync"
 
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/store"
@@ -15,8 +16,11 @@ import (
 const (
 	keyRoster  = "joblink/roster"  // the newest roster; exists only in an elastic job
 	keyMembers = "joblink/members" // queue of what processes say
-	keyHeard   = "joblink/heard/"  // and the text of a member: the last event that the launcher has handled
+	keyHeard   = "joblink/heard/"  // and the text of a member: the answer to its last event
 )
+
+// ErrOver is returned by Member.Tell if the launcher ends the job.
+var ErrOver = errors.New("the launcher ends the job")
 
 // EventKind is what a process of an elastic job tells the launcher.
 type EventKind string
@@ -40,17 +44,28 @@ type MemberEvent struct {
 	Generation uint64 `json:"generation,omitempty"`
 	// Why belongs to Leave.
 	Why string `json:"why,omitempty"`
+	// Number counts the events of the process. Tell sets it.
+	Number uint64 `json:"number"`
+}
+
+// answer is what the launcher answers to the event with the given number.
+type answer struct {
+	Number uint64 `json:"number"`
+	Over   bool   `json:"over,omitempty"` // the launcher ends the job
 }
 
 // Member is the connection of a process of an elastic job to its launcher.
 type Member struct {
 	kv store.Store
 	me elastic.Member
+
+	mu   sync.Mutex // held by Tell, because there is one answer at a time
+	told uint64
 }
 
 // NewMember returns the connection of the process me. kv is a client of the launcher's store, which the
 // caller must close.
-func NewMember(kv store.Store, me elastic.Member) *Member { return &Member{kv, me} }
+func NewMember(kv store.Store, me elastic.Member) *Member { return &Member{kv: kv, me: me} }
 
 // Roster waits until there is a roster of a later generation than the given one, and returns the newest.
 func (m *Member) Roster(ctx context.Context, after uint64) (*elastic.Roster, error) {
@@ -73,7 +88,10 @@ func (m *Member) Roster(ctx context.Context, after uint64) (*elastic.Roster, err
 // Tell tells the launcher an event, and returns when the launcher has handled it. So a process that ends
 // after Done does not seem to have failed.
 func (m *Member) Tell(ctx context.Context, e MemberEvent) error {
-	e.Member = m.me
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.told++
+	e.Member, e.Number = m.me, m.told
 	text, err := json.Marshal(e)
 	if err != nil {
 		return err
@@ -82,12 +100,20 @@ func (m *Member) Tell(ctx context.Context, e MemberEvent) error {
 		return fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, err)
 	}
 	var heard []byte
-	for string(heard) != string(text) {
-		if heard, err = m.kv.Watch(ctx, keyHeard+m.me.Text(), heard); err != nil {
+	for {
+		var a answer
+		if heard, err = m.kv.Watch(ctx, keyHeard+m.me.Text(), heard); err == nil {
+			err = json.Unmarshal(heard, &a)
+		}
+		switch {
+		case err != nil:
 			return fmt.Errorf("joblink: %v: waiting until the launcher has handled %q: %w", m.me, e.Kind, err)
+		case a.Number == e.Number && a.Over:
+			return fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, ErrOver)
+		case a.Number == e.Number:
+			return nil
 		}
 	}
-	return nil
 }
 
 func decodeRoster(text []byte) (*elastic.Roster, error) {
@@ -124,8 +150,9 @@ func (m *Members) Publish(r *elastic.Roster) error {
 	return m.kv.Set(context.Background(), keyRoster, text)
 }
 
-// Listen calls handle with each event of the processes, until ctx ends. Then it returns nil.
-func (m *Members) Listen(ctx context.Context, handle func(MemberEvent)) error {
+// Listen calls handle with each event of the processes, until ctx ends. Then it returns nil. handle reports
+// whether the job is over.
+func (m *Members) Listen(ctx context.Context, handle func(MemberEvent) (over bool)) error {
 	for {
 		text, err := m.kv.Pop(ctx, keyMembers)
 		if err != nil {
@@ -135,7 +162,9 @@ func (m *Members) Listen(ctx context.Context, handle func(MemberEvent)) error {
 		if err != nil {
 			continue
 		}
-		handle(e)
+		if text, err = json.Marshal(answer{e.Number, handle(e)}); err != nil {
+			return err
+		}
 		err = m.kv.Set(ctx, keyHeard+e.Member.Text(), text)
 		if err != nil && !errors.Is(err, store.ErrLimit) {
 			return unlessOver(ctx, err)

@@ -2,6 +2,7 @@ package joblink
 
 import (
 	"context"
+	"errors"
 	"reflect"
 	"slices"
 	"testing"
@@ -19,14 +20,20 @@ func TestMember(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var heard []MemberEvent
 	ended := make(chan error)
-	go func() { ended <- members.Listen(ctx, func(e MemberEvent) { heard = append(heard, e) }) }()
+	go func() {
+		ended <- members.Listen(ctx, func(e MemberEvent) bool {
+			heard = append(heard, e)
+			return e.Kind == Done
+		})
+	}()
 	events := []MemberEvent{{Kind: Ready}, {Kind: Synced, Generation: 4}, {Kind: Leave, Why: "SIGTERM"},
 		{Kind: Done}}
 	for i, e := range events {
-		if err := m.Tell(ctx, e); err != nil {
-			t.Fatal(err)
+		err := m.Tell(ctx, e)
+		if over := e.Kind == Done; errors.Is(err, ErrOver) != over || err != nil && !over {
+			t.Fatalf("event %q: got error %v", e.Kind, err)
 		}
-		events[i].Member = me
+		events[i].Member, events[i].Number = me, uint64(i+1)
 		// Tell returns only when the launcher has handled the event.
 		if got := slices.Clone(heard); !reflect.DeepEqual(got, events[:i+1]) {
 			t.Errorf("got events %v, want %v", got, events[:i+1])

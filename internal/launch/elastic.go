@@ -125,7 +125,7 @@ func (j *job) tell(f func(m *elastic.Machine, now time.Time) elastic.Output) {
 	if m.queue = append(m.queue, f); len(m.queue) > 1 {
 		return
 	}
-	for len(m.queue) > 0 && !m.over {
+	for len(m.queue) > 0 {
 		j.carryOut(m.queue[0](m.machine, time.Now()))
 		m.queue = m.queue[1:]
 	}
@@ -314,6 +314,9 @@ func (j *job) stopMachine() {
 		return
 	}
 	j.members.over = true
+	if j.members.machine != nil {
+		j.members.machine.Stop()
+	}
 	j.open--
 	for _, k := range j.ranks {
 		k.waits = false

@@ -6,12 +6,15 @@ import (
 	"fmt"
 	"math"
 	"net"
+	"os"
+	"os/signal"
 	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
@@ -125,6 +128,53 @@ func (m *Membership) Generation() uint64 {
 // Tell tells the launcher an event.
 func (m *Membership) Tell(ctx context.Context, e joblink.MemberEvent) error {
 	return m.link.Tell(ctx, e)
+}
+
+// LeaveOnSIGTERM makes this process leave its elastic job if it gets SIGTERM, until stop is called. The other
+// ranks lose nothing: the process stays a rank until all of them begin the next generation, after their next
+// commit. Handlers of the program for SIGTERM come back into effect when stop is called. In Go, they also get
+// the signal before that. If the job is not elastic, or ends anyway, SIGTERM has the effect that it has
+// without LeaveOnSIGTERM.
+func LeaveOnSIGTERM() (stop func()) {
+	if !config.InElasticJob() || signal.Ignored(unix.SIGTERM) {
+		return func() {}
+	}
+	signals, over, ended := make(chan os.Signal, 1), make(chan struct{}), make(chan struct{})
+	signal.Notify(signals, unix.SIGTERM)
+	go func() {
+		defer close(ended)
+		for {
+			select {
+			case <-signals:
+			case <-over:
+				return
+			}
+			if err := leave(); err != nil {
+				signal.Stop(signals)
+				_ = unix.Kill(os.Getpid(), unix.SIGTERM)
+				return
+			}
+		}
+	}()
+	return func() {
+		signal.Stop(signals)
+		close(over)
+		<-ended
+	}
+}
+
+// leaveLimit is how long the launcher may take to learn that this process leaves.
+const leaveLimit = 5 * time.Second
+
+// leave tells the launcher that this process leaves because of SIGTERM.
+func leave() error {
+	m := ProcessMembership()
+	if m == nil {
+		return errors.New("this process has not joined an elastic job yet")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), leaveLimit)
+	defer cancel()
+	return m.Tell(ctx, joblink.MemberEvent{Kind: joblink.Leave, Why: unix.SignalName(unix.SIGTERM)})
 }
 
 // next waits for a roster that is later than the one of the newest Start and, if this process was never a
