@@ -128,19 +128,40 @@ func (m *Machine) Synced(now time.Time, generation uint64) Output {
 // be taken away. If p is no rank yet, it is killed.
 func (m *Machine) Leave(now time.Time, p Member, why string) Output {
 	m.now = now
-	k := m.find(p)
-	if k == nil || k.leaving != "" {
-		return m.step()
+	return m.leave(why, func(k *member) bool { return k.Member == p })
+}
+
+// LeaveHost is like Leave for all processes on a host. No process is started there until the host was away.
+func (m *Machine) LeaveHost(now time.Time, host, why string) Output {
+	m.now = now
+	for _, s := range m.usable() {
+		if s.Host == host {
+			m.departed[s] = true
+		}
 	}
-	k.leaving = why
-	m.departed[k.Slot] = true
-	if k.state == starting || k.state == waiting {
-		m.kill(k)
+	return m.leave(why, func(k *member) bool { return k.Host == host })
+}
+
+// leave makes the processes leave for which is returns true.
+func (m *Machine) leave(why string, is func(*member) bool) Output {
+	var leaving []*member
+	for _, k := range m.members {
+		if !is(k) || k.leaving != "" || k.state >= killed {
+			continue
+		}
+		leaving = append(leaving, k)
+		k.leaving = why
+		m.departed[k.Slot] = true
+		if k.state == starting || k.state == waiting {
+			m.kill(k)
+		}
 	}
 	out := m.step()
-	if k.state == active && out.Publish == nil && !m.finished && !m.ended {
-		out.Notes = append(out.Notes, fmt.Sprintf("%s is to leave (%s), but the training needs it until there are other ranks",
-			m.title(k), why))
+	for _, k := range leaving {
+		if k.state == active && out.Publish == nil && !m.finished && !m.ended {
+			out.Notes = append(out.Notes, fmt.Sprintf(
+				"%s is to leave (%s), but the training needs it until there are other ranks", m.title(k), why))
+		}
 	}
 	return out
 }

@@ -26,6 +26,7 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print into tes
 //	ended h1:0 137 killed by SIGKILL
 //	failed h1:0,h1:1 is silent
 //	leave h2:1 preempted
+//	leave-host h2 preempted
 //	done all                the training has returned
 //	wait 10s                time passes
 //	places                  prints the topology of the newest roster
@@ -106,6 +107,8 @@ func (p *player) event(words []string) {
 		p.print(p.m.Failed(p.now, p.members(strings.Split(rest[0], ","), nil), strings.Join(rest[1:], " ")))
 	case "leave":
 		p.print(p.m.Leave(p.now, p.member(rest[0]), strings.Join(rest[1:], " ")))
+	case "leave-host":
+		p.print(p.m.LeaveHost(p.now, rest[0], strings.Join(rest[1:], " ")))
 	case "done":
 		for _, k := range p.members(rest, &p.roster.Members) {
 			p.print(p.m.Done(p.now, k))

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/netip"
 	"os"
+	"os/signal"
 	"slices"
 	"strings"
 	"sync"
@@ -83,7 +84,8 @@ type member struct {
 // timeout. environ is the environment of the process. The process must exit when AgentMain returns.
 //
 // AgentMain kills all processes of the ranks when standard input ends, or when nothing arrives from the
-// launcher for longer than the timeout. It writes messages for the user to standard error.
+// launcher for longer than the timeout. In an elastic job, SIGTERM makes the launcher take the ranks of this
+// host out of the job. AgentMain writes messages for the user to standard error.
 func AgentMain(args, environ []string) int {
 	err := func() error {
 		if len(args) != 1 {
@@ -97,7 +99,7 @@ func AgentMain(args, environ []string) int {
 		if err != nil {
 			return err
 		}
-		return serveLauncher(l, max(liveness, minLiveness), environ, new(family))
+		return serveLauncher(l, max(liveness, minLiveness), environ, new(family), make(chan os.Signal, 1))
 	}()
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "%s\n", strings.TrimPrefix(err.Error(), "launch: "))
@@ -120,8 +122,10 @@ func standardLink() (*link, error) {
 
 // serveLauncher runs the ranks of this host for the launcher at the other end of l. It closes l and returns
 // when no process of the ranks is left and all their output is sent. If the launcher disappears before that,
-// it returns an error.
-func serveLauncher(l *link, liveness time.Duration, environ []string, f *family) error {
+// it returns an error. If notices is not nil and the job is elastic, it makes the launcher take the ranks of
+// this host out of the job at SIGTERM, and uses notices for the signal.
+func serveLauncher(l *link, liveness time.Duration, environ []string, f *family,
+	notices chan os.Signal) error {
 	defer l.Close()
 	if _, err := l.out.Write(hello()); err != nil {
 		return err
@@ -141,6 +145,11 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	}
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
+	}
+	if notices != nil && a.job.Elastic && !signal.Ignored(unix.SIGTERM) {
+		signal.Notify(notices, unix.SIGTERM)
+		defer signal.Stop(notices)
+		go a.forwardSIGTERM(notices)
 	}
 	var why error // error that ended handleOrders; valid once a.lost is closed
 	go func() {
@@ -183,6 +192,18 @@ func (a *agent) notify(n notice) {
 	a.notifying.Lock()
 	defer a.notifying.Unlock()
 	_ = send(a.control, n)
+}
+
+// forwardSIGTERM tells the launcher of each SIGTERM until the connection to the launcher has ended.
+func (a *agent) forwardSIGTERM(notices <-chan os.Signal) {
+	for {
+		select {
+		case <-notices:
+			a.notify(notice{Leave: true})
+		case <-a.lost:
+			return
+		}
+	}
 }
 
 // run prepares the ranks, which start when the launcher orders it. run returns when all ranks have ended and

@@ -27,7 +27,7 @@ func TestLauncherIsGoneAtBegin(t *testing.T) {
 		mine, theirs := net.Pipe()
 		var f family
 		ended := make(chan error, 1)
-		go func() { ended <- serveLauncher(&link{in: theirs, out: theirs}, 0, os.Environ(), &f) }()
+		go func() { ended <- serveLauncher(&link{in: theirs, out: theirs}, 0, os.Environ(), &f, nil) }()
 		l := &link{in: mine, out: mine}
 		if err := readHello(l); err != nil {
 			t.Fatal(err)

@@ -16,6 +16,7 @@ import (
 	"github.com/hashicorp/yamux"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
@@ -103,7 +104,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 			defer close(c.ended)
 			// serveLauncher fails only if the launcher has closed the link, and then the launcher knows the
 			// reason.
-			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family)
+			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family, nil)
 		}()
 		return nil
 	}
@@ -152,7 +153,8 @@ func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
 		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
 			Scheduler: j.o.Nodes != nil && j.several,
 			BindTo:    j.o.BindTo,
-			Restarts:  j.o.Nodes != nil && j.o.Nodes.Restarts > 0 || j.o.Elastic != nil}
+			Restarts:  j.o.Nodes != nil && j.o.Nodes.Restarts > 0 || j.o.Elastic != nil,
+			Elastic:   j.o.Elastic != nil}
 		if j.o.Starter != "" {
 			jobs[i].Grace = j.o.Grace
 		}
@@ -351,6 +353,12 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 				if n.Rank >= 0 && n.Rank < len(c.ranks) && c.ranks[n.Rank].conn == c {
 					j.handleReport(c.ranks[n.Rank], n.Report)
 				}
+			})
+		case n.Leave:
+			j.post(func() {
+				j.tell(func(m *elastic.Machine, now time.Time) elastic.Output {
+					return m.LeaveHost(now, c.host, "SIGTERM to the agent on its host")
+				})
 			})
 		case n.Over:
 			over = true

@@ -201,6 +201,32 @@ esac`)})
 	}
 }
 
+// TestElasticNotice sends SIGTERM to the agent of a host. The ranks there leave together, and later the end
+// of the agent does not matter.
+func TestElasticNotice(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	r := start(t, spec{NP: 3, Hosts: "h1:1,h2:2", Verbose: true,
+		Elastic: &elasticSpec{Min: 1, CooldownMS: 1, Folder: dir},
+		Reach: byShell(`echo $$ >` + dir + `/agent.$AT; exec "$@"`), Command: elasticScript(dir, `case $me in
+h1:0/1) roster 1; tell synced 1; kill $(cat agent.h2); roster 2; await left
+	kill -9 $(cat agent.h2); await go; tell done;;
+h2:*) roster 1; await roster.2; exit 0;;
+esac`)})
+	r.awaitOutput(&r.stderr, "h2:0: all its processes have ended", 1)
+	r.awaitOutput(&r.stderr, "h2:1: all its processes have ended", 1)
+	writeFile(filepath.Join(dir, "left"), "")
+	r.awaitOutput(&r.stderr, "lost host h2, which had no rank any more: ", 1)
+	writeFile(filepath.Join(dir, "go"), "")
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	want := "generation 2: 1 rank: rank 1 (h2:0) leaves: SIGTERM to the agent on its host; rank 2 (h2:1) leaves: "
+	if !strings.Contains(r.stderr.String(), want) {
+		t.Errorf("got %q, want %q", r.stderr.String(), want)
+	}
+}
+
 // TestElasticFailures checks jobs that cannot go on.
 func TestElasticFailures(t *testing.T) {
 	for _, c := range []struct {

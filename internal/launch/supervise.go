@@ -258,7 +258,11 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 		}
 		k.gone = true
 	}
-	if len(lost) == 0 && j.begun && c.ready {
+	switch {
+	case len(lost) > 0 || !j.begun || !c.ready:
+	case j.o.Elastic != nil && !j.members.over:
+		j.console.note("lost host %s, which had no rank any more: %v", c.host, err)
+	default:
 		c.cutShort(j, err)
 	}
 	j.setOver(c)

@@ -90,6 +90,8 @@ type hostJob struct {
 	BindTo binding.Unit `json:",omitempty"`
 	// Restarts says that the launcher may order the agent to start ranks again.
 	Restarts bool
+	// Elastic says that the job is elastic, so that SIGTERM to the agent makes the host leave the job.
+	Elastic bool
 	// Grace is how long the command may take to end after SIGTERM if the launcher is gone. If it is 0, the
 	// command is killed at once.
 	Grace time.Duration
@@ -101,6 +103,7 @@ type notice struct {
 	Refused *refusal `json:",omitempty"`
 	Rank    int      `json:",omitempty"` // index on the host of the rank that Report is about
 	Report  *report  `json:",omitempty"`
+	Leave   bool     `json:",omitempty"` // the agent got SIGTERM
 	Over    bool     `json:",omitempty"`
 	Bye     bool     `json:",omitempty"`
 }
