@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -15,6 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -112,8 +114,6 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 		return nil, usagef("--min-np and --host-discovery-script cannot be used with --mpi, because MPI cannot lose ranks")
 	case set.BindTo != binding.None:
 		return nil, usagef("--bind-to %s cannot be used in an elastic job, because the ranks of a host change", set.BindTo)
-	case r.metricsAddr != "":
-		return nil, usagef("--metrics-addr cannot be used in an elastic job yet: set HVD_METRICS_ADDR at the ranks instead")
 	}
 	c := elastic.Config{Min: np, Timeout: set.ElasticTimeout, StartTimeout: set.StartTimeout,
 		Settle: settleTime, ResetLimit: e.resetLimit, Cooldown: e.cooldown}
@@ -156,9 +156,47 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	return job, nil
 }
 
+// elasticCounts are the metrics of an elastic job that the launcher counts.
+type elasticCounts struct {
+	mu      sync.Mutex
+	hosts   []string // of the ranks
+	metrics metrics.Elastic
+}
+
+// changed counts a new generation.
+func (c *elasticCounts) changed(r *elastic.Roster) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.hosts = nil
+	for _, m := range r.Members {
+		c.hosts = append(c.hosts, m.Host)
+	}
+	c.metrics.Resets = int(r.Generation) - 1
+}
+
+// resumed counts a stop of the training.
+func (c *elasticCounts) resumed(s *elastic.Resume) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s.Lost {
+		c.metrics.StoppedByFailures += s.Stopped
+	} else {
+		c.metrics.StoppedByPlan += s.Stopped
+	}
+}
+
+// get returns the counts, and the host of each rank.
+func (c *elasticCounts) get() ([]string, *metrics.Elastic) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := c.metrics
+	return c.hosts, &now
+}
+
 // serveMembers connects an elastic job with its processes, which talk to the launcher through kv, until ctx
 // ends.
-func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, reports *reporter) {
+func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, reports *reporter,
+	counts *elasticCounts) {
 	events := make(chan func(*elastic.Machine, time.Time) elastic.Output)
 	e.Events = events
 	// put passes an event to the supervisor, and returns when the supervisor has handled it. It reports
@@ -178,8 +216,10 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 		}
 	}
 	members := joblink.NewMembers(kv)
+	e.Resumed = counts.resumed
 	e.Publish = func(r *elastic.Roster) {
-		reports.resize(len(r.Members))
+		reports.setRanks(r.Generation, len(r.Members))
+		counts.changed(r)
 		_ = members.Publish(r) // fails only if kv is closed, and then the job is over
 	}
 	reports.ranks.OnVerdict(func(v joblink.Verdict) {
@@ -194,7 +234,7 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 				case joblink.Ready:
 					return m.Ready(now, event.Member)
 				case joblink.Synced:
-					return m.Synced(now, event.Generation)
+					return m.Synced(now, event.Generation, event.Stopped)
 				case joblink.Leave:
 					return m.Leave(now, event.Member, logs.Escape(event.Why))
 				case joblink.Done:

@@ -85,7 +85,8 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	}
 	defer release()
 
-	stopMetrics, err := r.serveMetrics(j.hosts, j.nodes, j.np, reports.ranks)
+	counts := new(elasticCounts)
+	stopMetrics, err := r.serveMetrics(j, reports.ranks, counts)
 	if err != nil {
 		return err
 	}
@@ -95,7 +96,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if j.elastic != nil {
 		ctx, stop := context.WithCancel(context.Background())
 		defer stop()
-		serveMembers(ctx, j.elastic, kv, reports)
+		serveMembers(ctx, j.elastic, kv, reports, counts)
 		verdict = nil // a verdict changes the ranks
 	}
 	signals := receivedSignals()

@@ -242,8 +242,6 @@ func TestWrongUsage(t *testing.T) {
 			"--host-discovery-script cannot be used together with --hosts or --hostfile"},
 		{append([]string{"-np", "2", "--host-discovery-script", "s", "--slots-per-host", "0"}, touch...),
 			"--slots-per-host: got 0, want 1 to"},
-		{append([]string{"-np", "2", "--min-np", "1", "--metrics-addr", ":0"}, touch...),
-			"--metrics-addr cannot be used in an elastic job yet"},
 		{append([]string{"--servers", "1", "--workers", "1", "--min-np", "1"}, touch...),
 			"--min-num-proc cannot be used with --servers and --workers"},
 		{append([]string{"--nproc_per_node=2"}, touch...),

@@ -11,21 +11,25 @@ import (
 )
 
 // serveMetrics serves the metrics of all ranks until stop is called. At each scrape it requests the metrics
-// from the ranks.
-func (r *runner) serveMetrics(hosts []launch.Host, nodes *launch.Nodes, np int,
-	ranks *joblink.Launcher) (stop func(), err error) {
+// from the ranks. counts is for an elastic job.
+func (r *runner) serveMetrics(j *job, ranks *joblink.Launcher,
+	counts *elasticCounts) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
 	}
 	if _, err := metrics.Address(r.metricsAddr, 0); err != nil {
 		return nil, usagef("--metrics-addr: %w", err)
 	}
-	names, err := hostNames(hosts, nodes, np)
-	if err != nil {
-		return nil, err
+	hosts := counts.get
+	if j.elastic == nil {
+		names, err := hostNames(j.hosts, j.nodes, j.np)
+		if err != nil {
+			return nil, err
+		}
+		hosts = func() ([]string, *metrics.Elastic) { return names, nil }
 	}
 	job := metrics.NewJob(metrics.JobConfig{
-		Hosts: names, Log: r.logger(),
+		Ranks: hosts, Log: r.logger(),
 		Ask: func(ctx context.Context) (map[int][]byte, error) {
 			answers, _, err := ranks.Ask(ctx, joblink.Metrics)
 			return answers, err

@@ -103,12 +103,21 @@ func newReporter(kv *store.HashStore, server *store.Server, size int, dir string
 	return r, err
 }
 
-// resize sets the number of ranks of an elastic job.
-func (r *reporter) resize(size int) {
-	r.ranks.Resize(size)
+// setRanks tells that an elastic job has begun a generation.
+func (r *reporter) setRanks(generation uint64, size int) {
+	r.ranks.SetRanks(generation, size)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.size = size
+	r.size, r.kept = size, 0
+	clear(r.failures)
+	clear(r.reported)
+}
+
+// count returns the number of ranks.
+func (r *reporter) count() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.size
 }
 
 // close stops receiving messages. It returns when all messages that were received are handled.
@@ -205,7 +214,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
 	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // the method survey reports errors of the store
-	dumps, _ := r.decode(answers, nil)
+	dumps, _ := r.decode(answers, r.count(), nil)
 	return r.newWait(s, dumps)
 }
 
@@ -259,15 +268,16 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	defer cancel()
 	begun := time.Now()
 	answers, _, err := r.ranks.Ask(ctx, joblink.Dump)
-	dumps, absent := r.decode(answers, known)
+	size := r.count()
+	dumps, absent := r.decode(answers, size, known)
 	r.mu.Lock()
 	if strings.HasPrefix(why, stallCause) { // only a report about a stall suppresses later reports about it
 		r.markReported(dumps)
 	}
 	r.mu.Unlock()
-	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", logs.Plain(why), len(dumps), r.size,
+	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", logs.Plain(why), len(dumps), size,
 		time.Since(begun).Round(time.Millisecond))
-	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
+	return r.text(title, analysis.Analyse(dumps, size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
 // epilogue returns a report about the dumps that ranks sent when their job failed, or "" if it has not failed
@@ -280,7 +290,7 @@ func (r *reporter) epilogue(known []string, culprits []int, failed bool) string 
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	dumps, absent := r.decode(r.failures, known)
+	dumps, absent := r.decode(r.failures, r.size, known)
 	f := analysis.Analyse(dumps, r.size, absent)
 	f.Blame(culprits)
 	if !f.HasEntries() {
@@ -290,15 +300,15 @@ func (r *reporter) epilogue(known []string, culprits []int, failed bool) string 
 		r.size), f, dumps, r.ranks.Err())
 }
 
-// decode decodes the dumps of ranks in bodies. For each rank whose dump is missing, the result absent has the
-// text from known about its process. If the dump of a rank cannot be decoded, absent has the error.
-func (r *reporter) decode(bodies map[int][]byte,
+// decode decodes the dumps of size ranks in bodies. For each rank whose dump is missing, the result absent
+// has the text from known about its process. If the dump of a rank cannot be decoded, absent has the error.
+func (r *reporter) decode(bodies map[int][]byte, size int,
 	known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
 	absent = make(map[int]string, len(known))
 	for rank, what := range known {
 		absent[rank] = what
 	}
-	for rank := range r.size {
+	for rank := range size {
 		body, is := bodies[rank]
 		if !is {
 			continue

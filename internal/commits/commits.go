@@ -12,6 +12,7 @@ package commits
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -38,9 +39,10 @@ type Job struct {
 	// is that of the next one, if this rank has saved it. Other ranks may know that all have saved it.
 	// Commits are numbered from 1; 0 means that there is none.
 	granted, saved int64
-	next           int64 // the number of the commit that all ranks have after Synced
-	failed         bool  // the training has failed since the last Synced
-	vain           int   // how often it has failed since the last commit
+	next           int64     // the number of the commit that all ranks have after Synced
+	failed         bool      // the training has failed since the last Synced
+	stopped        time.Time // when the training has ended since the last Synced, or the zero time
+	vain           int       // how often it has failed since the last commit
 }
 
 // Held says which state a rank has.
@@ -135,10 +137,16 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 // Synced tells that all ranks have done what the Plan of Join says. They have the same commit now.
 func (j *Job) Synced(ctx context.Context, c Collectives) error {
 	j.granted, j.failed = j.next, false
+	e := joblink.MemberEvent{Kind: joblink.Synced}
+	if !j.stopped.IsZero() {
+		e.Stopped = time.Since(j.stopped)
+	}
+	j.stopped = time.Time{}
 	if j.member == nil || c.Rank() != 0 {
 		return nil
 	}
-	return j.member.Tell(ctx, joblink.MemberEvent{Kind: joblink.Synced, Generation: j.member.Generation()})
+	e.Generation = j.member.Generation()
+	return j.member.Tell(ctx, e)
 }
 
 // Ballot returns the number of this rank in a vote, which is an operation that gives all ranks the greatest
@@ -179,6 +187,13 @@ func (j *Job) Pending() elastic.Change {
 func (j *Job) Changed() {
 	j.granted++
 	j.vain = 0
+	j.stop()
+}
+
+func (j *Job) stop() {
+	if j.stopped.IsZero() {
+		j.stopped = time.Now()
+	}
 }
 
 // Failed tells that the training, Join or Synced has failed. ofRanks says that the reason is that ranks have
@@ -191,6 +206,7 @@ func (j *Job) Failed(err error, ofRanks bool) error {
 		return fmt.Errorf("elastic: the training has failed %d times in a row without a commit: %w", maxVain, err)
 	}
 	j.failed = true
+	j.stop()
 	return nil
 }
 

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -153,7 +155,7 @@ func TestElastic(t *testing.T) {
 // sends SIGTERM to hvdrun, which ends the others.
 func TestElasticNotice(t *testing.T) {
 	t.Parallel()
-	j := startHvdrun(t, nil, []string{"-np", "3", "--min-np", "2"}, "elastic")
+	j := startHvdrun(t, nil, []string{"-np", "3", "--min-np", "2", "--metrics-addr", "127.0.0.1:0"}, "elastic")
 	var pids [3]int
 	ranks := 0
 	j.until("all ranks trained", func(l line) bool {
@@ -178,6 +180,14 @@ func TestElasticNotice(t *testing.T) {
 	})
 	want := fmt.Sprintf("generation 2: 2 ranks: rank %d (", victim)
 	j.untilError(want, func(text string) bool { return strings.Contains(text, want) })
+	j.untilError("the stop", func(text string) bool {
+		return strings.Contains(text, "generation 2: trains after a stop of ")
+	})
+	j.scrapes(`hvd_job_ranks 2`, `hvd_elastic_resets_total 1`, `,rank="0"} 1`, `,rank="1"} 1`)
+	if err := j.cmd.Process.Signal(unix.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	j.untilError("the report", func(text string) bool { return strings.Contains(text, "SIGQUIT: 2 of 2 ranks answered") })
 	if err := j.cmd.Process.Signal(unix.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
@@ -196,6 +206,27 @@ func TestElasticNotice(t *testing.T) {
 		t.Error("the ranks did not end after SIGTERM")
 	}
 	tellJob(t, j)
+}
+
+// scrapes gets the metrics that hvdrun serves, and fails the test if they do not have all the texts.
+func (j *job) scrapes(texts ...string) {
+	j.t.Helper()
+	_, rest, _ := strings.Cut(j.err(), "hvdrun: metrics at ")
+	address, _, _ := strings.Cut(rest, "\n")
+	answer, err := http.Get(address)
+	if err != nil {
+		j.t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	for _, text := range texts {
+		if err != nil || !strings.Contains(string(body), text+"\n") {
+			j.t.Errorf("got error %v, and metrics without %s", err, text)
+		}
+	}
+	if j.t.Failed() {
+		j.t.Logf("metrics:\n%s", body)
+	}
 }
 
 // TestElasticHosts adds a host to an elastic job and removes the first one, with rank 0 and the store of the

@@ -152,10 +152,20 @@ type Output struct {
 	Publish *Roster
 	// Start are processes to start.
 	Start []Member
+	// Resume says that the newest generation has resumed the training, or is nil.
+	Resume *Resume
 	// Notes are lines for the user.
 	Notes []string
 	// End says that the job is over. The launcher ends all processes that are left.
 	End *End
+}
+
+// Resume says that a generation has resumed the training, how long it has stopped, and whether the reason was
+// that ranks had failed.
+type Resume struct {
+	Generation uint64
+	Stopped    time.Duration
+	Lost       bool
 }
 
 // End says how a job ends.

@@ -26,6 +26,7 @@ type Machine struct {
 	begun   bool      // processes were started
 	noted   int       // how many slots there were in the newest note about them
 	resets  int
+	trains  uint64  // the last generation that has resumed the training
 	culprit *Member // the first process that has failed since the newest roster
 
 	waitsSince time.Time // when the job began to wait for slots, or the zero time
@@ -113,9 +114,13 @@ func (m *Machine) Ready(now time.Time, p Member) Output {
 }
 
 // Synced tells that all ranks of a generation have the state of the training. New ranks have got it from
-// others.
-func (m *Machine) Synced(now time.Time, generation uint64) Output {
+// others. stopped is how long the training has stopped since the generation before.
+func (m *Machine) Synced(now time.Time, generation uint64, stopped time.Duration) Output {
 	m.now = now
+	if r := m.roster; r != nil && r.Generation == generation && generation > 1 && m.trains < generation {
+		m.trains = generation
+		m.out.Resume = &Resume{generation, stopped, r.Lost}
+	}
 	for _, k := range m.members {
 		if k.since > 0 && k.since <= generation && k.state <= outside {
 			k.synced, m.synced = true, true

@@ -111,7 +111,7 @@ func (j *randomJob) step() (event string) {
 		for _, p := range j.roster.Members {
 			j.synced[p] = true
 		}
-		event, j.out = "synced", j.m.Synced(j.now, j.roster.Generation)
+		event, j.out = "synced", j.m.Synced(j.now, j.roster.Generation, 0)
 	default:
 		event, j.ready[p] = fmt.Sprintf("%v is ready", p), true
 		j.out = j.m.Ready(j.now, p)

@@ -100,7 +100,7 @@ func (p *player) event(words []string) {
 			p.print(p.m.Ready(p.now, k))
 		}
 	case "synced":
-		p.print(p.m.Synced(p.now, p.roster.Generation))
+		p.print(p.m.Synced(p.now, p.roster.Generation, time.Second))
 	case "ended":
 		p.print(p.m.Ended(p.now, p.member(rest[0]), p.number(rest[1]), strings.Join(rest[2:], " ")))
 	case "failed":
@@ -222,6 +222,9 @@ func (p *player) print(o elastic.Output) {
 		p.roster = &elastic.Roster{Generation: r.Generation, Members: slices.Clone(r.Members)}
 	}
 	line("start", o.Start)
+	if s := o.Resume; s != nil {
+		fmt.Fprintf(&p.out, "> generation %d trains after %v\n", s.Generation, s.Stopped)
+	}
 	p.started = append(p.started, o.Start...)
 	for _, n := range o.Notes {
 		fmt.Fprintf(&p.out, "> note: %s\n", n)

@@ -164,7 +164,7 @@ func (l *link) HasListener(ctx context.Context) (bool, error) {
 
 func (l *link) Report(ctx context.Context, what string, body []byte) error {
 	return l.failed("reporting to the launcher",
-		l.send(ctx, keyReports, message{Rank: l.rank, What: what, Has: true, body: body}))
+		l.send(ctx, keyReports, l.message(what, body)))
 }
 
 func (l *link) ReportVerdict(ctx context.Context, v Verdict) error {
@@ -177,15 +177,19 @@ func (l *link) ReportVerdict(ctx context.Context, v Verdict) error {
 		_, err = decodeVerdict(body)
 	}
 	if err == nil {
-		err = l.send(ctx, keyAnswers, message{Rank: l.rank, What: verdict, Has: true, body: body})
+		err = l.send(ctx, keyAnswers, l.message(verdict, body))
 	}
 	return l.failed("reporting the failed ranks to the launcher", err)
 }
 
 func (l *link) Introduce(ctx context.Context, number uint64) error {
-	err := l.send(ctx, keyAnswers, message{Rank: l.rank, What: process, Has: true,
-		body: strconv.AppendUint(nil, number, 10)})
+	err := l.send(ctx, keyAnswers, l.message(process, strconv.AppendUint(nil, number, 10)))
 	return l.failed("introducing this process to the launcher", err)
+}
+
+// message returns a message of this rank that is not an answer.
+func (l *link) message(what string, body []byte) message {
+	return message{Rank: l.rank, Generation: l.generation, What: what, Has: true, body: body}
 }
 
 func (l *link) send(ctx context.Context, queue string, m message) error {
@@ -238,7 +242,7 @@ func (l *link) answer(ctx context.Context, handle func(what string) []byte) erro
 }
 
 func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
-	m := message{Rank: l.rank, Question: question, Has: body != nil, body: body}
+	m := message{Rank: l.rank, Generation: l.generation, Question: question, Has: body != nil, body: body}
 	text, err := m.encode()
 	if err == nil {
 		if err = l.kv.Push(ctx, keyAnswers, text); !errors.Is(err, store.ErrLimit) {
@@ -269,14 +273,15 @@ func unlessOver(ctx context.Context, err error) error {
 // Launcher is the launcher's end of the links to the ranks of a job.
 type Launcher struct {
 	kv     *store.HashStore
-	ranks  int
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	ended  chan struct{} // closed when the launcher has stopped reading answers; the field err is the reason
 
-	mu   sync.Mutex
-	err  error
-	last uint64
+	mu         sync.Mutex
+	err        error
+	last       uint64
+	ranks      int
+	generation uint64 // of an elastic job, or 0
 	// onVerdict, if not nil, is called with each verdict, which is not kept.
 	onVerdict func(Verdict)
 	open      []*inquiry
@@ -300,6 +305,7 @@ type accusation struct {
 // inquiry is a question together with the answers for which the launcher waits.
 type inquiry struct {
 	question
+	all     bool         // it is for all ranks
 	pending map[int]bool // the ranks that have not answered yet
 	answers map[int][]byte
 	done    chan struct{} // closed when pending is empty
@@ -321,7 +327,13 @@ func Listen(kv *store.HashStore, ranks int,
 		defer close(l.ended)
 		l.note(l.read(ctx, keyAnswers, l.take))
 	})
-	l.wg.Go(func() { l.note(l.read(ctx, keyReports, func(m message) { handle(m.Rank, m.What, m.body) })) })
+	l.wg.Go(func() {
+		l.note(l.read(ctx, keyReports, func(m message) {
+			if l.isCurrent(m) {
+				handle(m.Rank, m.What, m.body)
+			}
+		}))
+	})
 	return l, nil
 }
 
@@ -395,7 +407,7 @@ func (l *Launcher) take(m message) {
 		return
 	}
 	for _, q := range l.open {
-		if q.ID != m.Question || !q.pending[m.Rank] {
+		if q.ID != m.Question || !q.pending[m.Rank] || m.Generation != l.generation {
 			continue
 		}
 		delete(q.pending, m.Rank)
@@ -416,11 +428,34 @@ func (l *Launcher) OnVerdict(handle func(Verdict)) {
 	l.onVerdict = handle
 }
 
-// Resize sets the number of ranks that Ask asks.
-func (l *Launcher) Resize(ranks int) {
+// SetRanks tells that an elastic job has begun a generation with the given number of ranks. From then on, the
+// launcher drops answers and reports of earlier generations. The open questions are for the new ranks.
+func (l *Launcher) SetRanks(generation uint64, ranks int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.ranks = ranks
+	l.generation, l.ranks = generation, ranks
+	for _, q := range l.open {
+		if q.all && len(q.pending) > 0 {
+			q.pending = setOf(ranks)
+			clear(q.answers)
+		}
+	}
+}
+
+// setOf returns the set of the first n ranks.
+func setOf(n int) map[int]bool {
+	set := make(map[int]bool, n)
+	for r := range n {
+		set[r] = true
+	}
+	return set
+}
+
+// isCurrent reports whether m is of the newest generation.
+func (l *Launcher) isCurrent(m message) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return m.Generation == l.generation
 }
 
 // isOld reports whether v is about an earlier process of a rank that was started again. The caller holds
@@ -572,17 +607,13 @@ func (l *Launcher) Accusation(ctx context.Context) (Verdict, bool) {
 // Ask holds all answers in memory, each of at most MaxBodyBytes.
 func (l *Launcher) Ask(ctx context.Context, what string, of ...topo.Rank) (answers map[int][]byte,
 	missing []int, err error) {
-	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
+	q := &inquiry{question: question{What: what}, all: len(of) == 0, answers: make(map[int][]byte),
+		done: make(chan struct{})}
 	l.mu.Lock()
-	ranks := l.ranks
-	l.mu.Unlock()
-	for r := range ranks {
-		if len(of) == 0 || slices.Contains(of, topo.Rank(r)) {
-			q.pending[r] = true
-		}
-	}
-	asked := slices.Sorted(maps.Keys(q.pending))
-	l.mu.Lock()
+	q.pending = setOf(l.ranks)
+	maps.DeleteFunc(q.pending, func(r int, _ bool) bool {
+		return !q.all && !slices.Contains(of, topo.Rank(r))
+	})
 	l.last++
 	q.ID = l.last
 	l.open = append(l.open, q)
@@ -602,8 +633,8 @@ func (l *Launcher) Ask(ctx context.Context, what string, of ...topo.Rank) (answe
 	if err = errors.Join(unlessOver(ctx, err), l.publish()); err != nil {
 		err = fmt.Errorf("joblink: asking the ranks for %.64q: %w", what, err)
 	}
-	for _, r := range asked {
-		if _, ok := q.answers[r]; !ok {
+	for r := range l.ranks {
+		if _, ok := q.answers[r]; !ok && (q.all || slices.Contains(of, topo.Rank(r))) {
 			missing = append(missing, r)
 		}
 	}
@@ -646,11 +677,12 @@ func decodeVerdict(text []byte) (Verdict, error) {
 // message is an answer to a question. If Question is 0, it is a report. It is encoded as a line of JSON
 // followed by the body.
 type message struct {
-	Rank     int    `json:"rank"`
-	Question uint64 `json:"question"`
-	What     string `json:"what"`
-	Has      bool   `json:"has"` // whether the message has a body, which may be empty
-	body     []byte
+	Rank       int    `json:"rank"`
+	Generation uint64 `json:"generation,omitempty"` // of an elastic job, or 0
+	Question   uint64 `json:"question"`
+	What       string `json:"what"`
+	Has        bool   `json:"has"` // whether the message has a body, which may be empty
+	body       []byte
 }
 
 func (m *message) encode() ([]byte, error) {

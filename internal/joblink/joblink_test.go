@@ -220,6 +220,49 @@ func TestFullStore(t *testing.T) {
 	wantEchoes(t, Metrics, 2, got, missing, err)
 }
 
+// TestGenerations changes the ranks of an elastic job while a question is open. Only the new ranks count, and
+// reports of the old ones are dropped.
+func TestGenerations(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	t.Cleanup(func() { kv.Close() })
+	reports := make(chan string, 4)
+	l := listen(t, kv, 1, func(_ int, _ string, body []byte) { reports <- string(body) })
+	l.SetRanks(1, 3)
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	wg.Go(func() {
+		old := func(rank int) Link { return NewOf(1, kv, rank) }
+		list, err := kv.Watch(ctx, keyQuestions, []byte("[]"))
+		open, _ := decodeQuestions(list)
+		if err != nil || len(open) != 1 {
+			t.Errorf("got questions %s, error %v, want one", list, err)
+			return
+		}
+		err = old(0).(*link).reply(ctx, open[0].ID, []byte("1"))
+		l.SetRanks(2, 2) // the third rank was dead, and the second one has not answered yet
+		err = errors.Join(err, old(1).(*link).reply(ctx, open[0].ID, []byte("1")),
+			old(1).Report(ctx, Failure, []byte("old")), NewOf(2, kv, 1).Report(ctx, Failure, []byte("new")))
+		if err != nil {
+			t.Error(err)
+		}
+		for r := range 2 {
+			wg.Go(func() {
+				_ = NewOf(2, kv, r).Answer(ctx, func(string) []byte { return []byte("2") })
+			})
+		}
+	})
+	got, missing, err := l.Ask(ctx, Dump)
+	if err != nil || len(missing) > 0 || string(got[0]) != "2" || string(got[1]) != "2" {
+		t.Errorf("got answers %s and %s, %v missing, error %v, want those of generation 2", got[0], got[1],
+			missing, err)
+	}
+	if got := <-reports; got != "new" {
+		t.Errorf("got the report %q, want that of generation 2", got)
+	}
+}
+
 // TestRepeatedAnswers lets two processes with the same rank answer. Only the first answer must count. An
 // answer from a rank number that is outside of the job must not count.
 func TestRepeatedAnswers(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/store"
@@ -40,8 +41,10 @@ const (
 type MemberEvent struct {
 	Member elastic.Member `json:"member"`
 	Kind   EventKind      `json:"kind"`
-	// Generation belongs to Synced.
-	Generation uint64 `json:"generation,omitempty"`
+	// Generation and Stopped belong to Synced. Stopped is how long this rank has not trained since the
+	// generation before, or 0 in the first one.
+	Generation uint64        `json:"generation,omitempty"`
+	Stopped    time.Duration `json:"stopped,omitempty"`
 	// Why belongs to Leave.
 	Why string `json:"why,omitempty"`
 	// Number counts the events of the process. Tell sets it.

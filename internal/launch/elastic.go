@@ -24,8 +24,9 @@ type Elastic struct {
 	// Discovery finds the hosts. The job fails if the first run of its program fails. If a later one fails,
 	// the hosts stay as they were. If Discovery is nil, the hosts are Options.Hosts.
 	Discovery *Discovery
-	// Publish tells the processes the new ranks. It must not block.
+	// Publish tells the processes the new ranks. Resumed is called when they train. Both must not block.
 	Publish func(r *elastic.Roster)
+	Resumed func(r *elastic.Resume)
 	// Events delivers what the processes say. Run calls each function, which calls a method of the machine.
 	Events <-chan func(m *elastic.Machine, now time.Time) elastic.Output
 }
@@ -40,6 +41,7 @@ type membership struct {
 	queue   []func(*elastic.Machine, time.Time) elastic.Output
 	over    bool                   // the machine has ended, or a signal has ended the job
 	slots   map[elastic.Slot]*rank // the state of each slot at which a process was started
+	roster  *elastic.Roster        // the newest one, or nil
 	changes []string               // lines about the changes, for the end of the job
 	warned  string                 // the newest warning of discovery
 	ending  string                 // why the job has failed, or ""
@@ -137,11 +139,16 @@ func (j *job) carryOut(o elastic.Output) {
 		j.killMember(p)
 	}
 	if o.Publish != nil {
+		j.members.roster = o.Publish
 		j.o.Elastic.Publish(o.Publish)
 		j.noteRoster(o.Publish)
 	}
 	for _, p := range o.Start {
 		j.startMember(p)
+	}
+	if o.Resume != nil {
+		j.o.Elastic.Resumed(o.Resume)
+		j.noteResume(o.Resume)
 	}
 	for _, n := range o.Notes {
 		j.console.note("%s", n)
@@ -149,6 +156,16 @@ func (j *job) carryOut(o elastic.Output) {
 	if o.End != nil {
 		j.endElastic(o.End)
 	}
+}
+
+// ranks returns the state of the slot of each rank of r, which may be nil.
+func (m *membership) ranks(r *elastic.Roster) (ranks []*rank) {
+	if r != nil {
+		for _, p := range r.Members {
+			ranks = append(ranks, m.slots[p.Slot])
+		}
+	}
+	return ranks
 }
 
 // noteRoster prints a line about the new ranks.
@@ -163,6 +180,15 @@ func (j *job) noteRoster(r *elastic.Roster) {
 	j.console.note("%s", line)
 	if r.Generation > 1 {
 		j.members.changes = append(j.members.changes, fmt.Sprintf("  %s %s", time.Now().Format(clock), line))
+	}
+}
+
+// noteResume prints a line about the end of a stop, and adds it to the line about the change.
+func (j *job) noteResume(s *elastic.Resume) {
+	text := fmt.Sprintf("%.3f s", s.Stopped.Seconds())
+	j.console.note("generation %d: trains after a stop of %s", s.Generation, text)
+	if last := len(j.members.changes) - 1; last >= 0 {
+		j.members.changes[last] += "; stopped for " + text
 	}
 }
 

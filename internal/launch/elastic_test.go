@@ -47,6 +47,7 @@ func (s *elasticSpec) options() (e *launch.Elastic, stop func()) {
 		}
 		writeFile(filepath.Join(s.Folder, fmt.Sprintf("roster.%d", r.Generation)), text.String())
 	}
+	e.Resumed = func(*elastic.Resume) {}
 	if s.Discover {
 		e.Discovery = &launch.Discovery{Command: ". " + s.Folder + "/hosts", Slots: 1,
 			Interval: 10 * time.Millisecond, Limit: time.Minute}
@@ -72,7 +73,7 @@ func (s *elasticSpec) watch(ctx context.Context,
 				case "ready":
 					return m.Ready(now, p)
 				case "synced":
-					return m.Synced(now, uint64(must(strconv.Atoi(text))))
+					return m.Synced(now, uint64(must(strconv.Atoi(text))), time.Second)
 				case "done":
 					return m.Done(now, p)
 				case "failed":
@@ -208,7 +209,7 @@ func TestElasticNotice(t *testing.T) {
 	dir := t.TempDir()
 	r := start(t, spec{NP: 3, Hosts: "h1:1,h2:2", Verbose: true,
 		Elastic: &elasticSpec{Min: 1, CooldownMS: 1, Folder: dir},
-		Reach: byShell(`echo $$ >` + dir + `/agent.$AT; exec "$@"`), Command: elasticScript(dir, `case $me in
+		Reach:   byShell(`echo $$ >` + dir + `/agent.$AT; exec "$@"`), Command: elasticScript(dir, `case $me in
 h1:0/1) roster 1; tell synced 1; kill $(cat agent.h2); roster 2; await left
 	kill -9 $(cat agent.h2); await go; tell done;;
 h2:*) roster 1; await roster.2; exit 0;;

@@ -86,8 +86,12 @@ func (j *job) known() []string {
 	if j.o.Starter != "" {
 		return nil
 	}
-	known := make([]string, len(j.ranks))
-	for r, k := range j.ranks {
+	ranks := j.ranks
+	if j.o.Elastic != nil {
+		ranks = j.members.ranks(j.members.roster)
+	}
+	known := make([]string, len(ranks))
+	for r, k := range ranks {
 		where := ""
 		if j.several {
 			where = " on host " + k.exit.Host

@@ -36,14 +36,23 @@ const (
 
 // JobConfig is the configuration of a Job.
 type JobConfig struct {
-	// Hosts has the host names of the ranks, indexed by rank.
-	Hosts []string
+	// Ranks returns the host names of the ranks, indexed by rank. In an elastic job it also returns what the
+	// launcher has counted, and otherwise nil.
+	Ranks func() (hosts []string, counts *Elastic)
 	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the answers that it
 	// has received, by rank. Each answer is the result of Text at that rank. If Ask returns an error, it also
 	// returns these answers.
 	Ask func(ctx context.Context) (answers map[int][]byte, err error)
 	// Log receives warnings about answers that cannot be used. It may be nil.
 	Log *zap.Logger
+}
+
+// Elastic is what the launcher counts in an elastic job.
+type Elastic struct {
+	Resets int // changes of the ranks
+	// StoppedByFailures and StoppedByPlan say how long the training has stopped because ranks had failed, and
+	// because the launcher wanted other ranks.
+	StoppedByFailures, StoppedByPlan time.Duration
 }
 
 // Job serves the metrics of all ranks of a job. Each metric has the labels rank and host. The metric hvd_up
@@ -181,8 +190,9 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
 	r := prometheus.NewRegistry()
 	all := prometheus.Gatherers{r}
-	up := make([]bool, len(j.cfg.Hosts))
-	for rank, host := range j.cfg.Hosts {
+	hosts, counts := j.cfg.Ranks()
+	up := make([]bool, len(hosts))
+	for rank, host := range hosts {
 		text, answered := answers[rank]
 		if !answered {
 			continue
@@ -198,7 +208,8 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 			return families, nil
 		}))
 	}
-	if err := r.Register(&jobCollector{job: j, up: up, took: took}); err != nil {
+	err := r.Register(&jobCollector{job: j, hosts: hosts, counts: counts, up: up, took: took})
+	if err != nil {
 		return nil, err
 	}
 	if err := r.Register(buildInfo(jobPrefix + "build_info")); err != nil {
@@ -248,20 +259,31 @@ const (
 
 var (
 	upDesc    = desc(upName, "1 if the rank has answered with its metrics, else 0.", labelRank, labelHost)
-	ranksDesc = desc(jobPrefix+"ranks", "Ranks that the launcher has started.")
+	ranksDesc = desc(jobPrefix+"ranks", "Ranks that the launcher has started. In an elastic job, those that take part now.")
 	startDesc = desc(jobPrefix+"start_time_seconds", "When the job was started, in seconds since 1970.")
 	tookDesc  = desc(jobPrefix+"gather_seconds", "Time from the request for these metrics to the last answer of a rank.")
 )
 
+// These are the metrics of an elastic job.
+var (
+	resetsDesc  = desc("hvd_elastic_resets_total", "How often the ranks of an elastic job have changed.")
+	stoppedDesc = desc("hvd_elastic_stopped_seconds_total",
+		"How long an elastic job has not trained, because ranks had failed (failure) or because others were wanted (plan).",
+		"cause")
+)
+
 // jobCollector collects the metrics of the launcher itself.
 type jobCollector struct {
-	job  *Job
-	up   []bool
-	took time.Duration
+	job    *Job
+	hosts  []string
+	counts *Elastic // nil if the job is not elastic
+	up     []bool
+	took   time.Duration
 }
 
 func (c *jobCollector) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{upDesc, ranksDesc, startDesc, tookDesc} {
+	for _, d := range []*prometheus.Desc{upDesc, ranksDesc, startDesc, tookDesc, resetsDesc,
+		stoppedDesc} {
 		to <- d
 	}
 }
@@ -275,9 +297,18 @@ func (c *jobCollector) Collect(to chan<- prometheus.Metric) {
 		if up {
 			value = 1
 		}
-		show(upDesc, value, strconv.Itoa(rank), c.job.cfg.Hosts[rank])
+		show(upDesc, value, strconv.Itoa(rank), c.hosts[rank])
 	}
 	show(ranksDesc, float64(len(c.up)))
 	show(startDesc, float64(c.job.begun.UnixMilli())/1e3)
 	show(tookDesc, c.took.Seconds())
+	if c.counts == nil {
+		return
+	}
+	count := func(d *prometheus.Desc, value float64, labels ...string) {
+		to <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, value, labels...)
+	}
+	count(resetsDesc, float64(c.counts.Resets))
+	count(stoppedDesc, c.counts.StoppedByFailures.Seconds(), "failure")
+	count(stoppedDesc, c.counts.StoppedByPlan.Seconds(), "plan")
 }

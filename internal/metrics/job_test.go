@@ -52,7 +52,7 @@ func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *obser
 		hosts = append(hosts, []string{"a", "b"}[r%2])
 	}
 	j := metrics.NewJob(metrics.JobConfig{
-		Hosts: hosts, Log: log,
+		Ranks: ranksOn(hosts...), Log: log,
 		Ask: func(context.Context) (map[int][]byte, error) { return answers, nil },
 	})
 	t.Cleanup(func() {
@@ -61,6 +61,14 @@ func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *obser
 		}
 	})
 	return j, entries
+}
+
+// ranksOn returns the ranks of an elastic job, and what its launcher has counted.
+func ranksOn(hosts ...string) func() ([]string, *metrics.Elastic) {
+	return func() ([]string, *metrics.Elastic) {
+		return hosts, &metrics.Elastic{Resets: 3, StoppedByFailures: 1500 * time.Millisecond,
+			StoppedByPlan: 20 * time.Millisecond}
+	}
 }
 
 // shown scrapes j and returns the text of the response.
@@ -99,7 +107,9 @@ func TestJob(t *testing.T) {
 		`hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90`,
 		`hvd_collective_duration_seconds_bucket{backend="shm",host="b",op="allreduce",rank="1",le="0.00390625"} 2`,
 		`hvd_collective_duration_seconds_sum{backend="shm",host="b",op="allreduce",rank="3"} 10800.003`,
-		`hvd_job_ranks 4`,
+		`hvd_job_ranks 4`, `hvd_elastic_resets_total 3`,
+		`hvd_elastic_stopped_seconds_total{cause="failure"} 1.5`,
+		`hvd_elastic_stopped_seconds_total{cause="plan"} 0.02`,
 	)
 	for _, want := range []string{"go_goroutines{", "process_cpu_seconds_total{", "hvd_job_gather_seconds ",
 		"hvd_job_start_time_seconds ", "hvd_job_build_info{"} {
@@ -213,7 +223,7 @@ func (a *asker) ask(ctx context.Context) (map[int][]byte, error) {
 
 func newAsker(t *testing.T) (*asker, *metrics.Job) {
 	a := &asker{free: make(chan struct{}), text: textOf(t, 1, asIs)}
-	return a, metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: a.ask})
+	return a, metrics.NewJob(metrics.JobConfig{Ranks: ranksOn("a", "b"), Ask: a.ask})
 }
 
 // Scrapes at the same time or within a second of a query share one query of the ranks. A later scrape starts
@@ -329,7 +339,7 @@ func TestShortScrapeTimeout(t *testing.T) {
 func TestCloseDuringQuery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newAsker(t)
-		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"},
+		j := metrics.NewJob(metrics.JobConfig{Ranks: ranksOn("a"),
 			Ask: func(ctx context.Context) (map[int][]byte, error) {
 				defer time.Sleep(time.Millisecond) // makes the query take 1 ms to end
 				return a.ask(ctx)
@@ -364,7 +374,7 @@ func TestCloseDuringQuery(t *testing.T) {
 func TestQuestionThatFails(t *testing.T) {
 	log, entries := testnet.Logs()
 	j := metrics.NewJob(metrics.JobConfig{
-		Hosts: []string{"a", "a"}, Log: log,
+		Ranks: ranksOn("a", "a"), Log: log,
 		Ask: func(context.Context) (map[int][]byte, error) {
 			return map[int][]byte{1: []byte("x 1\n")}, errors.New("store is closed")
 		},
@@ -421,7 +431,7 @@ func BenchmarkJob(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				// Each iteration needs a new Job, which has no recent answers to reuse.
-				j := metrics.NewJob(metrics.JobConfig{Hosts: hosts, Ask: ask})
+				j := metrics.NewJob(metrics.JobConfig{Ranks: ranksOn(hosts...), Ask: ask})
 				w := request(j.Handler(), "/metrics")
 				b.SetBytes(int64(w.Body.Len()))
 				j.Close()
