@@ -20,6 +20,7 @@ package elastic
 import (
 	"context"
 	"errors"
+	"slices"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/commits"
@@ -129,8 +130,12 @@ func (j *Job) sync(ctx context.Context) (err error) {
 	return j.state.Restore(j.granted)
 }
 
-// send sends the commit of the root to the ranks that do not have it.
+// send sends the commit to the ranks that do not have it. The others send and receive nothing, unless most
+// ranks lack it.
 func (j *Job) send(ctx context.Context, plan commits.Plan) error {
+	if from := j.commits.Sources(); from != nil {
+		return j.exchange(ctx, from)
+	}
 	length, err := hvd.Broadcast(ctx, []int64{int64(len(j.granted))}, plan.Root, hvd.Name("elastic.length"))
 	if err != nil {
 		return err
@@ -142,6 +147,28 @@ func (j *Job) send(ctx context.Context, plan commits.Plan) error {
 	data, err = hvd.Broadcast(ctx, data, plan.Root, hvd.Name("elastic.state"))
 	if err == nil && plan.Held == commits.Nothing {
 		j.granted = data
+	}
+	return err
+}
+
+// exchange sends the commit from the rank from[r] to each rank r for which this is not -1.
+func (j *Job) exchange(ctx context.Context, from []int) error {
+	me := hvd.Rank()
+	var out []byte
+	splits := make([]int, len(from))
+	for r, source := range from {
+		if source != me {
+			continue
+		}
+		if splits[r] = len(j.granted); out == nil {
+			out = j.granted
+		} else {
+			out = slices.Concat(out, j.granted)
+		}
+	}
+	in, _, err := hvd.Alltoall(ctx, out, splits, hvd.Name("elastic.state"))
+	if err == nil && from[me] >= 0 {
+		j.granted = in
 	}
 	return err
 }

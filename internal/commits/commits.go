@@ -42,6 +42,7 @@ type Job struct {
 	next           int64     // the number of the commit that all ranks have after Synced
 	failed         bool      // the training has failed since the last Synced
 	stopped        time.Time // when the training has ended since the last Synced, or the zero time
+	sources        []int     // the result of Sources
 	vain           int       // how often it has failed since the last commit
 }
 
@@ -106,14 +107,17 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 		}
 		return at[holdsGranted] == newest || at[holdsSaved] == newest
 	}
-	p.Root = -1
+	var have, lack []int
 	for r := range len(all) / numValues {
-		switch at := all[r*numValues:]; {
-		case !holds(at):
-			p.Missing = true
-		case p.Root < 0:
-			p.Root = r
+		if holds(all[r*numValues:]) {
+			have = append(have, r)
+		} else {
+			lack = append(lack, r)
 		}
+	}
+	p.Root, p.Missing = have[0], len(lack) > 0
+	if j.sources = nil; newest > 0 && !anyLoose {
+		j.sources = sources(have, lack)
 	}
 	isRoot := p.Root == c.Rank()
 	p.Missing = len(all) > numValues && (p.Missing || anyLoose || newest == 0)
@@ -133,6 +137,26 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	}
 	return p, nil
 }
+
+// sources returns from which rank each rank gets the state, for Sources.
+func sources(have, lack []int) []int {
+	if len(lack) > len(have) {
+		return nil
+	}
+	from := make([]int, len(have)+len(lack))
+	for _, r := range have {
+		from[r] = -1
+	}
+	for i, r := range lack {
+		from[r] = have[i*len(have)/len(lack)]
+	}
+	return from
+}
+
+// Sources returns from which rank each rank gets the state according to the last Plan, or -1 if it has the
+// state. The sources are spread over the ranks that have it. If Sources returns nil, the root must send the
+// state to all ranks, because fewer ranks have it than lack it, or because it is not that of a commit.
+func (j *Job) Sources() []int { return j.sources }
 
 // Synced tells that all ranks have done what the Plan of Join says. They have the same commit now.
 func (j *Job) Synced(ctx context.Context, c Collectives) error {

@@ -3,6 +3,7 @@ package commits
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/elastic"
@@ -91,6 +92,29 @@ func TestJoin(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Ranks that lack the state get it from different ones. If most lack it, all get it from the first.
+func TestSources(t *testing.T) {
+	has, lacks := holder{granted: 3}, holder{}
+	for name, c := range map[string]struct {
+		ranks []holder
+		want  []int
+	}{
+		"one lacks it":  {[]holder{has, has, has, lacks}, []int{-1, -1, -1, 0}},
+		"half lack it":  {[]holder{lacks, has, lacks, has}, []int{1, -1, 3, -1}},
+		"spread":        {[]holder{has, has, has, has, lacks, lacks}, []int{-1, -1, -1, -1, 0, 2}},
+		"most lack it":  {[]holder{has, lacks, lacks}, nil},
+		"no commit":     {[]holder{lacks, lacks}, nil},
+		"another state": {[]holder{{granted: 3, loose: true}, has}, nil},
+	} {
+		_, jobs := plans(t, c.ranks)
+		for r, j := range jobs {
+			if got := j.Sources(); !slices.Equal(got, c.want) {
+				t.Errorf("%s: rank %d: got %v, want %v", name, r, got, c.want)
+			}
+		}
 	}
 }
 

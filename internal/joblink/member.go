@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -17,8 +19,13 @@ import (
 const (
 	keyRoster  = "joblink/roster"  // the newest roster; exists only in an elastic job
 	keyMembers = "joblink/members" // queue of what processes say
-	keyHeard   = "joblink/heard/"  // and the text of a member: the answer to its last event
+	// keyGenerations begins the keys of the ranks of a generation.
+	keyGenerations = "generation/"
+	keyHeard       = "joblink/heard/" // and the text of a member: the answer to its last event
 )
+
+// Place returns the prefix of the keys with which the ranks of a generation meet, in the launcher's store.
+func Place(generation uint64) string { return keyGenerations + strconv.FormatUint(generation, 10) }
 
 // ErrOver is returned by Member.Tell if the launcher ends the job.
 var ErrOver = errors.New("the launcher ends the job")
@@ -144,13 +151,24 @@ type Members struct {
 // NewMembers returns the launcher's end in the launcher's store.
 func NewMembers(kv *store.HashStore) *Members { return &Members{kv} }
 
-// Publish makes r the newest roster.
+// Publish makes r the newest roster, and removes what the ranks of others have left in the store.
 func (m *Members) Publish(r *elastic.Roster) error {
+	ctx := context.Background()
 	text, err := json.Marshal(r)
+	if err == nil {
+		err = m.kv.Set(ctx, keyRoster, text)
+	}
 	if err != nil {
 		return err
 	}
-	return m.kv.Set(context.Background(), keyRoster, text)
+	keys, err := m.kv.Keys(ctx)
+	for _, k := range keys {
+		if strings.HasPrefix(k, keyGenerations) && !strings.HasPrefix(k, Place(r.Generation)+"/") {
+			_, deleted := m.kv.Delete(ctx, k)
+			err = errors.Join(err, deleted)
+		}
+	}
+	return err
 }
 
 // Listen calls handle with each event of the processes, until ctx ends. Then it returns nil. handle reports

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"reflect"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/elastic"
@@ -40,6 +41,9 @@ func TestMember(t *testing.T) {
 		}
 	}
 	for generation := range uint64(3) {
+		if err := kv.Set(ctx, Place(generation+1)+"/root", nil); err != nil {
+			t.Fatal(err)
+		}
 		want := &elastic.Roster{Generation: generation + 1, Members: []elastic.Member{me},
 			Lost: generation == 1, Change: elastic.Added, Reason: "new"}
 		if err := members.Publish(want); err != nil {
@@ -48,6 +52,11 @@ func TestMember(t *testing.T) {
 		got, err := m.Roster(ctx, generation)
 		if err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("got %v and error %v, want %v", got, err, want)
+		}
+		keys, err := kv.Keys(ctx)
+		keys = slices.DeleteFunc(keys, func(k string) bool { return !strings.HasPrefix(k, keyGenerations) })
+		if want := []string{Place(generation+1) + "/root"}; err != nil || !slices.Equal(keys, want) {
+			t.Errorf("got keys %q and error %v, want %q", keys, err, want)
 		}
 	}
 	cancel()

@@ -280,7 +280,7 @@ func (r *Rank) meet(ctx context.Context, cfg *config.Config, o *Options) (err er
 	}
 	*cfg = r.meeting.Settings
 	if r.generation > 0 {
-		r.meeting.Store = store.NewPrefixStore(fmt.Sprintf("generation/%d", r.generation), r.meeting.Store)
+		r.meeting.Store = store.NewPrefixStore(joblink.Place(r.generation), r.meeting.Store)
 	}
 	return r.mpi.check(cfg.Rank, cfg.Size)
 }
