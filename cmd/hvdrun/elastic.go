@@ -224,7 +224,7 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 	}
 	reports.ranks.OnVerdict(func(v joblink.Verdict) {
 		go put(func(m *elastic.Machine, now time.Time) elastic.Output {
-			return m.Failed(now, m.Processes(v.Generation, v.Ranks), logs.Escape(v.Reason))
+			return m.Failed(now, m.Processes(v.Generation, v.Ranks, v.Starting), logs.Escape(v.Reason))
 		})
 	})
 	go func() {

@@ -107,8 +107,9 @@ type line struct {
 	at   time.Time
 }
 
-// prefix matches a line with the label of hvdrun, or with that of mpirun: of Open MPI or MPICH.
-var prefix = regexp.MustCompile(`^\[(?:(?:1,)?(\d+)|([a-z]+(?: \d+)?))\](?:<stdout>:| )(.*)$`)
+// prefix matches a line with the label of hvdrun, or with that of mpirun: of Open MPI or MPICH. In an elastic
+// job on several hosts, the label of hvdrun is host:slot, and the slot counts as the rank.
+var prefix = regexp.MustCompile(`^\[(?:(?:1,|[^ :\]]+:)?(\d+)|([a-z]+(?: \d+)?))\](?:<stdout>:| )(.*)$`)
 
 // start runs this binary as the given program on n ranks under hvdrun.
 func start(t testing.TB, n int, program string, env ...string) *job {

@@ -50,6 +50,8 @@ func program(name string) int {
 			return 1
 		}
 		return 0
+	case "elastic-steps":
+		return ended(trainSteadily(ctx))
 	case "faulty":
 		return ended(faulty(ctx))
 	case "faulty-node":

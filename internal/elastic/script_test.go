@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")
@@ -246,4 +247,29 @@ func list(members []elastic.Member) (text string) {
 		}
 	}
 	return text
+}
+
+// A verdict about a generation that had not begun counts only until there is a later one.
+func TestProcesses(t *testing.T) {
+	now := time.Unix(0, 0)
+	m := elastic.New(elastic.Config{Start: 2, Min: 1, Timeout: time.Hour,
+		StartTimeout: time.Hour, ResetLimit: -1}, now)
+	a := elastic.Member{Slot: elastic.Slot{Host: "h"}, Number: 1}
+	b := elastic.Member{Slot: elastic.Slot{Host: "h", Index: 1}, Number: 1}
+	m.Discovered(now, []elastic.Host{{Name: "h", Slots: 2}})
+	m.Ready(now, a)
+	m.Ready(now, b)
+	both := []topo.Rank{0, 1, 7}
+	for _, starting := range []bool{false, true} {
+		if got := m.Processes(1, both, starting); !slices.Equal(got, []elastic.Member{a, b}) {
+			t.Errorf("starting %t: got %v, want both", starting, got)
+		}
+	}
+	m.Failed(now, []elastic.Member{a}, "failed")
+	if got := m.Processes(1, both, false); !slices.Equal(got, []elastic.Member{a, b}) {
+		t.Errorf("got %v, want both processes of the generation before", got)
+	}
+	if got := m.Processes(1, both, true); got != nil {
+		t.Errorf("got %v, want none", got)
+	}
 }

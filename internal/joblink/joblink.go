@@ -117,6 +117,9 @@ type Verdict struct {
 	Ranks []topo.Rank `json:"ranks"`
 	// Generation is the generation of an elastic job whose ranks are meant, or 0. The link sets it.
 	Generation uint64 `json:"generation,omitempty"`
+	// Starting says that the epoch had not begun yet. In an elastic job, a rank may have left such an epoch
+	// only because the launcher has begun another generation.
+	Starting bool `json:"starting,omitempty"`
 	// Process is the number that the process of the failed rank has given to Introduce. It is 0 if the
 	// verdict is about whichever process has the rank: others wait for it, or ranks of this job are not
 	// started again.

@@ -555,6 +555,9 @@ func (r *Rank) failed(err error) error {
 	default:
 		return err
 	}
+	if r.member != nil && r.member.Pending() != nil {
+		return err // the others leave this generation too
+	}
 	r.Epoch = why.Epoch
 	p := &engine.PeerError{Reason: why.Reason}
 	for _, failed := range why.Ranks {
@@ -562,7 +565,7 @@ func (r *Rank) failed(err error) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), reportTimeout)
 	defer cancel()
-	reportVerdict(ctx, r.launcher(), r.Epoch, p, why.Silent)
+	reportVerdict(ctx, r.launcher(), joblink.Verdict{Epoch: r.Epoch, Silent: why.Silent, Starting: true}, p)
 	if !found {
 		return err
 	}
@@ -570,13 +573,12 @@ func (r *Rank) failed(err error) error {
 }
 
 // reportVerdict reports to the launcher which ranks failed. The launcher then does not blame ranks that ended
-// only because of this failure. silent has the meaning of joblink.Verdict.Silent. launcher may be nil.
-func reportVerdict(ctx context.Context, launcher joblink.Link, epoch uint64, p *engine.PeerError,
-	silent bool) {
+// only because of this failure. v is the verdict without the ranks and the reason. launcher may be nil.
+func reportVerdict(ctx context.Context, launcher joblink.Link, v joblink.Verdict, p *engine.PeerError) {
 	if launcher == nil {
 		return
 	}
-	v := joblink.Verdict{Epoch: epoch, Reason: p.Reason, Silent: silent}
+	v.Reason = p.Reason
 	for _, failed := range p.Ranks {
 		v.Ranks = append(v.Ranks, topo.Rank(failed))
 	}

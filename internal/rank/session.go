@@ -69,6 +69,8 @@ type Session struct {
 
 	rank   topo.Rank
 	joined *rendezvous.Session
+	// superseded reports whether the launcher has changed the ranks of an elastic job meanwhile.
+	superseded func() bool
 	// opened are the ranks that share their memory for the lane of the global set before the first operation.
 	opened []topo.Rank
 }
@@ -83,7 +85,7 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.processors == nil {
 		cfg.processors = affinity()
 	}
-	s := new(Session)
+	s := &Session{superseded: func() bool { return errors.Is(context.Cause(ctx), errSuperseded) }}
 	if err := s.open(ctx, &cfg); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
@@ -107,8 +109,12 @@ func (s *Session) Ready(ctx context.Context) error {
 }
 
 // Fail reports to the other ranks that this rank has failed because of err. It returns the reason why the
-// epoch has failed. This is err, or a *rendezvous.FailedError that names another rank.
+// epoch has failed. This is err, or a *rendezvous.FailedError that names another rank. If the launcher of an
+// elastic job has changed the ranks, the others leave the epoch too, so Fail only returns err.
 func (s *Session) Fail(err error) error {
+	if s.superseded() {
+		return err
+	}
 	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
 		return s.joined.Fail(err, memory.ranks...)

@@ -308,7 +308,7 @@ func (r *Watch) failed(failure error) {
 	defer cancel()
 	var verdict sync.WaitGroup
 	if p, ok := errors.AsType[*engine.PeerError](failure); ok {
-		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p, false) })
+		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, joblink.Verdict{Epoch: r.cfg.Epoch}, p) })
 	}
 	dump := r.Dump(why)
 	r.timeline.pending(dump.At, dump.Pending)

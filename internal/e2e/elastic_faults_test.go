@@ -1,0 +1,417 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/elastic"
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// These variables configure the program "elastic-steps".
+const (
+	// stateVariable has the size of its state in bytes.
+	stateVariable = "GOHVD_E2E_STATE"
+	// folderVariable names a folder. A process that can remove the file die.POINT there dies at this point of
+	// its program. When the file end is there, the training ends.
+	folderVariable = "GOHVD_E2E_FOLDER"
+)
+
+// points are the points at which the program "elastic-steps" can die.
+var points = []string{"start", "negotiation", "fused", "save", "saved", "restore", "train"}
+
+// commitEvery is the number of steps of the program "elastic-steps" from one commit to the next.
+const commitEvery = 5
+
+// weights is the state of the program "elastic-steps".
+type weights struct {
+	step int64
+	data []byte
+}
+
+func (s *weights) Save() ([]byte, error) {
+	dieAt("save")
+	head := binary.LittleEndian.AppendUint64(make([]byte, 0, 8+len(s.data)), uint64(s.step))
+	saved := append(head, s.data...)
+	dieAt("saved")
+	return saved, nil
+}
+
+func (s *weights) Restore(data []byte) error {
+	dieAt("restore")
+	s.step = int64(binary.LittleEndian.Uint64(data))
+	copy(s.data, data[8:])
+	return nil
+}
+
+// dieAt ends this process if it may die at the point.
+func dieAt(point string) {
+	folder := os.Getenv(folderVariable)
+	if folder == "" || os.Remove(filepath.Join(folder, "die."+point)) != nil {
+		return
+	}
+	fmt.Println("dies at", point)
+	_ = unix.Kill(os.Getpid(), unix.SIGKILL)
+	select {} // SIGKILL may take a moment
+}
+
+// trainSteadily trains until there is a file named end. Each step changes the whole state, and checks that
+// the sums have the value of each rank once. After the first step of each generation it prints the number of
+// ranks, its process ID, the time, its open descriptors, its goroutines and its heap.
+func trainSteadily(ctx context.Context) error {
+	size, err := strconv.Atoi(os.Getenv(stateVariable))
+	if err != nil {
+		return err
+	}
+	fmt.Println("pid", os.Getpid())
+	dieAt("start")
+	s := &weights{data: make([]byte, size)}
+	err = elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
+		dieAt("train")
+		places, err := hvd.Allgather(ctx, []int64{int64(hvd.LocalRank())})
+		if err != nil {
+			return err
+		}
+		want := int64(0)
+		for _, at := range places {
+			want += 1 << (8 * at)
+		}
+		for first := true; ; first = false {
+			ended, err := s.train(ctx, want)
+			if err != nil || ended {
+				return err
+			}
+			if first {
+				reportGeneration()
+			}
+			if s.step%commitEvery == 0 {
+				err = job.Commit(ctx)
+			}
+			if err != nil {
+				return err
+			}
+		}
+	})
+	if errors.Is(err, elastic.ErrRemoved) {
+		return nil
+	}
+	if err == nil {
+		fmt.Println("done", s.step, len(bytes.Trim(s.data, string(s.data[:1]))))
+		err = hvd.Shutdown(ctx)
+	}
+	return err
+}
+
+// train does a step: one large tensor and several small ones, which are fused. It reports whether the
+// training ends. want is the sum of the ranks' values.
+func (s *weights) train(ctx context.Context, want int64) (ended bool, err error) {
+	dieAt("negotiation")
+	mine := int64(1) << (8 * hvd.LocalRank())
+	var handles []*hvd.Handle[[]int64]
+	for i := range 8 {
+		elements := 16
+		if i == 0 {
+			elements = 32 << 10
+		}
+		h, err := hvd.AllreduceAsync(slices.Repeat([]int64{mine}, elements), hvd.Op(hvd.Sum),
+			hvd.Name("gradient."+strconv.Itoa(i)))
+		if err != nil {
+			return false, err
+		}
+		handles = append(handles, h)
+	}
+	dieAt("fused")
+	for i, h := range handles {
+		sum, err := h.Wait(ctx)
+		if err != nil {
+			return false, err
+		}
+		if at := slices.IndexFunc(sum, func(got int64) bool { return got != want }); at >= 0 {
+			return false, fmt.Errorf("wrong sum: step %d: gradient %d: got %x, want %x", s.step, i, sum[at], want)
+		}
+	}
+	s.step++
+	for i := range s.data {
+		s.data[i] = byte(s.step)
+	}
+	end := []int64{0}
+	if _, err := os.Stat(filepath.Join(os.Getenv(folderVariable), "end")); err == nil {
+		end[0] = 1
+	}
+	end, err = hvd.Allreduce(ctx, end, hvd.Op(hvd.Max))
+	return err == nil && end[0] == 1, err
+}
+
+func reportGeneration() {
+	open, _ := os.ReadDir("/proc/self/fd")
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	fmt.Println("first", hvd.Size(), os.Getpid(), time.Now().UnixNano(), len(open), runtime.NumGoroutine(),
+		m.HeapAlloc)
+}
+
+// begun is what a rank prints after the first step of a generation.
+type begun struct {
+	slot, size, pid, fds, goroutines, heap int
+	at                                     time.Time
+}
+
+func parseBegun(l line) (f begun, ok bool) {
+	text, ok := strings.CutPrefix(l.text, "first ")
+	if !ok {
+		return f, false
+	}
+	f.slot = l.rank
+	var at int64
+	n, _ := fmt.Sscan(text, &f.size, &f.pid, &at, &f.fds, &f.goroutines, &f.heap)
+	f.at = time.Unix(0, at)
+	return f, n == 6
+}
+
+// awaitBegun waits until n ranks of one generation with n ranks have trained, and returns what they have
+// printed, by their slots.
+func (j *job) awaitBegun(n int) map[int]begun {
+	j.t.Helper()
+	seen := make(map[int]begun)
+	j.until(fmt.Sprintf("%d ranks trained", n), func(l line) bool {
+		if f, ok := parseBegun(l); ok && f.size == n {
+			seen[f.slot] = f
+		} else if ok {
+			clear(seen)
+		}
+		return len(seen) == n
+	})
+	return seen
+}
+
+// BenchmarkElasticDeath measures how long the ranks of an elastic job do not train after one of them was
+// killed: from SIGKILL to the end of the first step at the last survivor. There are 4 ranks with a state of
+// 100 MB each. docs/elastic.md has figures of
+//
+//	go test ./internal/e2e -run '^$' -bench ElasticDeath -benchtime 50x -args -seed 1
+func BenchmarkElasticDeath(b *testing.B) {
+	const ranks = 4
+	seed := max(*seedFlag, 1)
+	random := rand.New(rand.NewPCG(seed, 0))
+	j := startHvdrun(b, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--blacklist-cooldown-range", "1,1"},
+		"elastic-steps", stateVariable+"=100000000")
+	var stops []time.Duration
+	b.ResetTimer()
+	for range b.N {
+		before := j.awaitBegun(ranks)
+		time.Sleep(time.Duration(random.IntN(500)) * time.Millisecond)
+		victim, killed := random.IntN(ranks), time.Now()
+		if err := unix.Kill(before[victim].pid, unix.SIGKILL); err != nil {
+			b.Fatal(err)
+		}
+		stop := time.Duration(0)
+		for slot, f := range j.awaitBegun(ranks - 1) {
+			if f.pid != before[slot].pid {
+				b.Fatalf("slot %d: got process %d, want the survivor %d", slot, f.pid, before[slot].pid)
+			}
+			stop = max(stop, f.at.Sub(killed))
+		}
+		stops = append(stops, stop)
+	}
+	b.StopTimer()
+	slices.Sort(stops)
+	b.ReportMetric(0, "ns/op")
+	b.ReportMetric(stops[len(stops)/2].Seconds(), "s-median")
+	b.ReportMetric(stops[len(stops)-1].Seconds(), "s-slowest")
+}
+
+// TestElasticFaults lets random faults happen in an elastic job, one after the other: deaths at every point
+// of the program, two at once or one shortly after the other, slots that come and go, and scripts that fail.
+// After each, all slots train again. With -whole it lets 60 of them happen.
+func TestElasticFaults(t *testing.T) {
+	t.Parallel()
+	const ranks = 4
+	rounds, kinds := 3, 9
+	if *whole > 0 {
+		rounds, kinds = 60**whole, 10
+	}
+	random := draws(t)
+	folder := t.TempDir()
+	write := func(name, text string) {
+		path := filepath.Join(folder, name)
+		if err := os.WriteFile(path+".new", []byte(text), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(path+".new", path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	offer := func(slots int) { write("hosts", fmt.Sprintf("echo %s:%d", host, slots)) }
+	offer(ranks)
+	j := startHvdrun(t, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "1", "--max-np", strconv.Itoa(ranks),
+		"--blacklist-cooldown-range", "1,1", "--host-discovery-script", "sh " + filepath.Join(folder, "hosts")},
+		"elastic-steps", stateVariable+"=100000", folderVariable+"="+folder, "HVD_LIVENESS_SECONDS=10")
+	now := j.awaitBegun(ranks)
+	guilty := make(map[int]bool) // by process IDs
+	kill := func(signal unix.Signal, slots ...int) {
+		for _, s := range slots {
+			guilty[now[s].pid] = true
+			_ = unix.Kill(now[s].pid, signal) // it may have ended because of an earlier fault
+		}
+	}
+	for round := range rounds {
+		victims := random.Perm(ranks)
+		pause := time.Duration(random.IntN(100)) * time.Millisecond
+		var what string
+		switch random.IntN(kinds) {
+		case 0:
+			what = "two die at once"
+			kill(unix.SIGKILL, victims[:2]...)
+		case 1, 2:
+			what = fmt.Sprintf("one dies, and another one after %v", pause)
+			kill(unix.SIGKILL, victims[0])
+			time.Sleep(pause)
+			kill(unix.SIGKILL, victims[1])
+		case 3, 4, 5, 6:
+			point := points[random.IntN(len(points))]
+			what = fmt.Sprintf("one dies at the point %s", point)
+			write("die."+point, "")
+			if point == "start" || point == "restore" || point == "train" { // at the start of a generation
+				what += ", after another one"
+				kill(unix.SIGKILL, victims[0])
+			}
+		case 9:
+			what = "one is stopped"
+			kill(unix.SIGSTOP, victims[0])
+		case 7:
+			what = fmt.Sprintf("slots go, and come back after %v", pause)
+			offer(1 + random.IntN(ranks-1))
+			time.Sleep(pause * 20)
+			offer(ranks)
+			kill(unix.SIGKILL, victims[0]) // hvdrun may not have noticed that the slots were away
+		case 8:
+			what = "the script fails, and one dies"
+			write("hosts", []string{"exit 1", "echo a:b:c", "echo " + host + ":none", "kill -9 $$"}[random.IntN(4)])
+			kill(unix.SIGKILL, victims[0])
+			time.Sleep(pause * 10)
+			offer(ranks)
+		}
+		t.Logf("round %d: %s", round, what)
+		now = j.awaitBegun(ranks)
+		for len(left(folder)) > 0 { // the point is only reached in another generation
+			now = j.awaitBegun(ranks)
+		}
+	}
+	write("end", "")
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	checkFaults(t, j, host, ranks, guilty)
+	tellJob(t, j)
+}
+
+// TestElasticResets kills a rank of an elastic job again and again. What the first rank needs does not grow.
+// With -whole it does so 100 times, for 200 resets.
+func TestElasticResets(t *testing.T) {
+	t.Parallel()
+	const ranks = 3
+	kills := 3
+	if *whole > 0 {
+		kills = 100 * *whole
+	}
+	folder := t.TempDir()
+	j := startHvdrun(t, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--blacklist-cooldown-range", "1,1"},
+		"elastic-steps", stateVariable+"=100000", folderVariable+"="+folder)
+	random := draws(t)
+	now := j.awaitBegun(ranks)
+	var early begun
+	for i := range kills {
+		if err := unix.Kill(now[1+random.IntN(ranks-1)].pid, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		if now = j.awaitBegun(ranks); i == 1 { // at first the process opens files that it keeps
+			early = now[0]
+		}
+	}
+	last := now[0]
+	t.Logf("from %+v to %+v after %d resets", early, last, 2*kills-4)
+	if last.pid != early.pid || last.fds > early.fds+8 || last.goroutines > early.goroutines+8 ||
+		last.heap > early.heap+8<<20 {
+		t.Errorf("descriptors, goroutines or memory grow: got %+v, then %+v after %d resets", early, last, 2*kills-4)
+	}
+	if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	tellJob(t, j)
+}
+
+// left returns the points at which no process has died yet.
+func left(folder string) []string {
+	names, _ := filepath.Glob(filepath.Join(folder, "die.*"))
+	return names
+}
+
+// blame matches a process that has failed in the reason of a change. A process that leaves does not match.
+var blame = regexp.MustCompile(`rank \d+ \(([^ ()]+(?: \(process \d+\))?)\): `)
+
+// checkFaults checks that all ranks have the same result, and that hvdrun has blamed only processes that are
+// in guilty, or that have printed that they die.
+func checkFaults(t *testing.T, j *job, host string, ranks int, guilty map[int]bool) {
+	t.Helper()
+	numbers, pids, failed := make(map[int]int), make(map[int]int), make(map[string]bool)
+	var results []string
+	for text := range strings.Lines(j.out()) {
+		m := prefix.FindStringSubmatch(strings.TrimSpace(text))
+		if m == nil {
+			continue
+		}
+		slot, _ := strconv.Atoi(m[1])
+		name := func() string {
+			if numbers[slot] == 1 {
+				return fmt.Sprintf("%s:%d", host, slot)
+			}
+			return fmt.Sprintf("%s:%d (process %d)", host, slot, numbers[slot])
+		}
+		switch kind, rest, _ := strings.Cut(m[3], " "); kind {
+		case "pid":
+			numbers[slot]++
+			pids[slot], _ = strconv.Atoi(rest)
+			failed[name()] = guilty[pids[slot]]
+		case "dies":
+			failed[name()] = true
+		case "done":
+			results = append(results, rest)
+		}
+	}
+	if len(results) != ranks || len(slices.Compact(results)) != 1 || !strings.HasSuffix(results[0], " 0") {
+		t.Errorf("got results %q, want %d equal ones", results, ranks)
+	}
+	for text := range strings.Lines(j.err()) {
+		if !strings.HasPrefix(text, "hvdrun: generation ") {
+			continue
+		}
+		for _, m := range blame.FindAllStringSubmatch(text, -1) {
+			if !failed[m[1]] {
+				t.Errorf("hvdrun blames %s, which has not failed: %s", m[1], text)
+			}
+		}
+	}
+}
