@@ -21,6 +21,7 @@ type training struct {
 
 	using   sync.Mutex // held by a call that uses commits
 	commits commits.Job
+	notice  func() // makes SIGTERM have its usual effect again; nil if it has
 
 	mu       sync.Mutex
 	progress Progress
@@ -88,6 +89,9 @@ func (l *Library) startTraining(op string, f func(t *training, c collectives) er
 // JoinTraining agrees with the other ranks on the commit with which they go on (commits.Job.Join).
 func (l *Library) JoinTraining(loose bool) Handle {
 	return l.startTraining("elastic join", func(t *training, c collectives) error {
+		if t.notice == nil {
+			t.notice = rank.LeaveOnSIGTERM()
+		}
 		plan, err := t.commits.Join(context.Background(), c, loose)
 		if err == nil {
 			t.note(func(p *Progress) { p.Plan, p.Changes = plan, 0 })
@@ -153,20 +157,36 @@ func errInProgress(op string) error {
 // it again, unless there is an error.
 func (l *Library) EndTraining(o Outcome) Handle {
 	return l.startTraining("elastic end", func(t *training, c collectives) error {
-		switch o {
-		case Done:
-			return t.commits.Done(context.Background())
-		case Changed:
-			t.commits.Changed()
-			return nil
+		err := t.end(o, c)
+		if err != nil || o == Done {
+			t.stopNotice()
 		}
-		err := whyOver(c.rank)
-		if err == nil {
-			return &engine.UsageError{Op: "elastic end", Err: errors.New("the job is not over")}
-		}
-		_, ofRanks := errors.AsType[*engine.PeerError](err)
-		return t.commits.Failed(err, ofRanks)
+		return err
 	})
+}
+
+func (t *training) end(o Outcome, c collectives) error {
+	switch o {
+	case Done:
+		return t.commits.Done(context.Background())
+	case Changed:
+		t.commits.Changed()
+		return nil
+	}
+	err := whyOver(c.rank)
+	if err == nil {
+		return &engine.UsageError{Op: "elastic end", Err: errors.New("the job is not over")}
+	}
+	_, ofRanks := errors.AsType[*engine.PeerError](err)
+	return t.commits.Failed(err, ofRanks)
+}
+
+// stopNotice makes SIGTERM have its usual effect again. The caller holds t.using.
+func (t *training) stopNotice() {
+	if t.notice != nil {
+		t.notice()
+		t.notice = nil
+	}
 }
 
 // overLimit is how long the job may go on after an operation has failed because of other ranks.

@@ -99,7 +99,13 @@ func (l *Library) Init(o InitOptions) Handle {
 		options.HasHandler, options.Member = hasHandler, &l.training.member
 		r := new(rank.Rank)
 		if err := r.Start(context.Background(), options); err != nil {
-			l.training.note(func(p *Progress) { p.Removed = errors.Is(err, rank.ErrRemoved) })
+			removed := errors.Is(err, rank.ErrRemoved)
+			l.training.note(func(p *Progress) { p.Removed = removed })
+			if removed {
+				l.training.using.Lock()
+				l.training.stopNotice()
+				l.training.using.Unlock()
+			}
 			return err
 		}
 		l.last = r.Epoch

@@ -59,6 +59,14 @@ func TestElasticTorch(t *testing.T) {
 	}
 }
 
+// TestElasticTorchNotice sends SIGTERM to a rank. It leaves, and the others lose no step.
+func TestElasticTorchNotice(t *testing.T) {
+	t.Parallel()
+	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "leave")
+	ends(t, cmd, map[string]int{`:done after 2\n`: 2, `has been removed from elastic job\n`: 1,
+		`hvdrun: generation 2: 2 ranks: rank 1 \([^)]*\) leaves: SIGTERM\n`: 1, `hvdrun: generation 3`: 0})
+}
+
 // TestElasticTorchErrors has errors that are not the failure of ranks. They leave the wrapper. The job goes
 // on without the rank that has an error of its own.
 func TestElasticTorchErrors(t *testing.T) {

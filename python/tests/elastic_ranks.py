@@ -181,6 +181,29 @@ def samples(hosts: str, *names: str) -> None:
     say("done with ranks", *state.sizes)
 
 
+def leave() -> None:
+    """The first process with the local rank 1 gets SIGTERM in step 5, and leaves. The others lose no step."""
+    hvd.init()
+    state = hvd.elastic.TorchState(step=0)
+    steps = 0
+
+    @hvd.elastic.run
+    def run(state) -> None:
+        nonlocal steps
+        while state.step < 40 or hvd.size() == 3:
+            if hvd.local_rank() == 1 and state.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            hvd.allreduce(torch.ones(1))
+            state.step += 1
+            steps += 1
+            state.commit()
+
+    run(state)
+    assert steps == state.step, (steps, state.step)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    say("done after", hvd.size())
+
+
 def own() -> None:
     """The rank with the local rank 1 has an error of its own, and then all ranks contradict each other. Both errors leave the wrapper."""
     hvd.init()
