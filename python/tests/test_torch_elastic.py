@@ -10,6 +10,7 @@ import torch
 
 import gohvd.torch as hvd
 from gohvd import elastic
+from gohvd.exceptions import InitError, PeerError
 from gohvd.torch.elastic import state as states
 from ranks import RanksTest
 
@@ -103,6 +104,9 @@ class Elastic(RanksTest):
         state.batch = 21
         state.restore()
         self.assertEqual((state.batch, state.more, first.weight[0, 0].item()), (20, None, 1.0))
+        first(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        moment = optimizer.state[first.weight]["exp_avg"].clone()
         first.load_state_dict(second.state_dict())
         state.batch, optimizer.param_groups[0]["lr"] = 22, 0.25
         state.commit()
@@ -112,7 +116,7 @@ class Elastic(RanksTest):
             optimizer.step()
             state.restore()
             self.assertEqual((state.batch, optimizer.param_groups[0]["lr"], first.weight[0, 0].item()), (22, 0.25, 2.0))
-            self.assertEqual(optimizer.state_dict()["state"], {})
+            self.equal(optimizer.state[first.weight]["exp_avg"], moment)
         state.model = second
         with torch.no_grad():
             second.weight.fill_(7.0)
@@ -193,7 +197,7 @@ class Elastic(RanksTest):
         """A state that is told of changes interrupts the training at all ranks, at the next commit or check."""
         state = hvd.elastic.TorchState(steps=0)
         resets: list[int] = []
-        state.register_reset_callbacks([lambda: resets.append(state.steps)])
+        state.register_reset_callbacks([lambda: resets.append(state._saved_state["steps"])])
 
         @hvd.elastic.run
         def train(state):
@@ -303,6 +307,72 @@ class Elastic(RanksTest):
         finally:
             elastic.notification_manager.remove_listener(listener)
         self.assertEqual(got, [2, 2])
+
+    def wrapped(self, train, reset, end=None):
+        """Calls run_fn(train, reset) with a state that records the calls of its methods. The library says that the rank has
+        the commit, and that another rank has not. end is the error of hvd_elastic_end. Returns the calls and what the
+        library says.
+        """
+        calls: list[str] = []
+        progress = mock.Mock(generation=2, pending=0, changes=0, held=1, restore=0, missing=1, root=0, removed=0)
+        state = hvd.elastic.TorchState(epoch=0)
+        for name in ("save", "restore", "sync", "on_reset"):
+            setattr(state, name, lambda name=name: calls.append(name))
+
+        def call(function, *args) -> None:
+            if end is not None and function.__name__ == "hvd_elastic_end":
+                raise end
+
+        def trained(state):
+            calls.append("train")
+            return train(len([name for name in calls if name == "train"]))
+
+        def do_reset() -> None:
+            calls.append("reset")
+            progress.restore = 1
+            reset(progress)
+
+        with mock.patch("gohvd.elastic._progress", return_value=progress), mock.patch("gohvd._library.call", call):
+            try:
+                elastic.run_fn(trained, do_reset)(state)
+            except BaseException as e:
+                return calls, e
+        return calls, None
+
+    def test_order_after_a_failure(self) -> None:
+        """The state is set back to the commit, then callbacks change it, and then other ranks get it."""
+
+        def train(times: int) -> None:
+            if times == 1:
+                raise PeerError("rank 1 failed", [1])
+
+        calls, error = self.wrapped(train, lambda _: None)
+        self.assertIsNone(error)
+        self.assertEqual(calls, "sync save train reset restore on_reset sync save train".split())
+
+    def test_ends_of_the_wrapper(self) -> None:
+        def fail(_: int) -> None:
+            raise PeerError("rank 1 failed", [1])
+
+        final = hvd.HorovodInternalError("three times in a row")
+        calls, error = self.wrapped(fail, lambda _: None, final)
+        self.assertIs(error, final)
+        self.assertIsInstance(error.__cause__, PeerError)
+        self.assertNotIn("reset", calls)
+
+        def removed(progress) -> None:
+            progress.removed = 1
+            raise InitError("the launcher has removed this process")
+
+        def unlucky(progress) -> None:
+            raise InitError("no launcher")
+
+        calls, error = self.wrapped(fail, removed)
+        self.assertIsInstance(error, SystemExit)
+        self.assertEqual(error.code, 0)
+        calls, error = self.wrapped(fail, unlucky)
+        self.assertIsInstance(error, InitError)
+        self.assertEqual(elastic.notification_manager._listeners, [])
 
 
 if __name__ == "__main__":
