@@ -388,7 +388,9 @@ func (d *Device) newStream(greatest C.int) (*Stream, error) {
 }
 
 // OfHandle returns the stream of the device with the given cudaStream_t, which another library has made.
-func (d *Device) OfHandle(handle uintptr) *Stream { return &Stream{Device: d, handle: C.uintptr_t(handle)} }
+func (d *Device) OfHandle(handle uintptr) *Stream {
+	return &Stream{Device: d, handle: C.uintptr_t(handle)}
+}
 
 // Handle returns the stream as a cudaStream_t.
 func (s *Stream) Handle() uintptr { return uintptr(s.handle) }

@@ -137,7 +137,7 @@ func bound(ctx context.Context) error {
 				cpus, err = threadsMayUse()
 			}
 			// One Write, because the ranks share a pipe.
-			fmt.Print(fmt.Sprintf("rank %d round %d %s: %s\n", rank, round, when, strings.Join(cpus, " and ")))
+			fmt.Printf("rank %d round %d %s: %s\n", rank, round, when, strings.Join(cpus, " and "))
 			return err
 		}
 		if err := say("in the job"); err != nil {
