@@ -88,7 +88,8 @@ func (g *regression) normalise() {
 	for _, o := range g.all {
 		g.dev += (o.y - g.mean) * (o.y - g.mean) / n
 	}
-	if g.dev = math.Sqrt(g.dev); g.dev < 1e-12 {
+	g.dev = math.Sqrt(g.dev)
+	if g.dev < 1e-12 {
 		g.dev = 0 // rounding errors only
 		return
 	}

@@ -51,7 +51,8 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	if first.Kind.MovesData() && first.Device != tensor.Host {
 		r.Devices = make([]tensor.Device, len(requests))
 		for i := range requests {
-			if r.Devices[i] = requests[i].Device; requests[i].Kind == message.NoKind {
+			r.Devices[i] = requests[i].Device
+			if requests[i].Kind == message.NoKind {
 				r.Devices[i] = joined.devices[i]
 			}
 		}

@@ -616,7 +616,8 @@ func (ch *checker) change(q *message.Request, r *message.Response, absent bool) 
 			ch.broken(4, "removal of set %d is answered %v (%s)", q.Set, r.Kind, r.Text)
 		}
 		if i >= 0 {
-			if ch.sets[i].gone = true; absent {
+			ch.sets[i].gone = true
+			if absent {
 				ch.seen.agreed++
 			}
 			if ch.seen.removed++; ch.sets[i].byMembers {
@@ -646,7 +647,8 @@ func (ch *checker) foundedBy(s *setModel, fails bool, r *message.Response) {
 		ch.broken(4, "the members %v of set %d add it and get %v (%s) with id %d and ranks %v, must it fail: %v",
 			s.Ranks, s.ID, r.Kind, r.Text, r.Set, r.Ranks, fails)
 	}
-	if s.gone, s.refused = fails, fails; fails {
+	s.gone, s.refused = fails, fails
+	if fails {
 		ch.seen.disagreed++
 	} else {
 		ch.seen.founded++

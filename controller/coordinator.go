@@ -631,7 +631,8 @@ rank:
 		if len(c.mine) == 0 && !stops && tuning == nil {
 			continue
 		}
-		if k.lastSent = c.now; stops {
+		k.lastSent = c.now
+		if stops {
 			k.stop = next
 		}
 		for i := first; i < len(c.out); i++ {

@@ -137,7 +137,8 @@ func (g *group) index(tensor string) int {
 func (h *heldGroups) release(g *group) []readyItem {
 	items := g.items
 	g.items = nil
-	if g.answered += len(items); g.answered >= int(g.size) {
+	g.answered += len(items)
+	if g.answered >= int(g.size) {
 		h.groups = slices.DeleteFunc(h.groups, func(x *group) bool { return x == g })
 	}
 	for i := range items {

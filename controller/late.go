@@ -102,7 +102,8 @@ func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duratio
 		return nil
 	}
 	at := a.granted[a.taken : a.taken+n]
-	if a.taken += n; a.taken == len(a.granted) {
+	a.taken += n
+	if a.taken == len(a.granted) {
 		a.granted, a.taken = a.granted[:0], 0
 	}
 	return at

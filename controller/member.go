@@ -403,7 +403,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		g := newGrant()
 		s.grants++
 		g.Set, g.Number, g.Backend, g.Algorithm = s.ID, s.grants, dg.Backend, dg.Algorithm
-		if g.Asked = s.ID; s.byMembers && s.grants == 1 {
+		g.Asked = s.ID
+		if s.byMembers && s.grants == 1 {
 			g.Asked = topo.Global
 		}
 		g.Absent = append(g.Absent[:0], dg.Absent...)
@@ -582,7 +583,8 @@ func (m *Member) appendFrames() {
 
 // completeNews sets those fields of the next news frame that are known only when the frame is sent.
 func (m *Member) completeNews() {
-	if m.up.Seen = m.seen; m.shutdown && !m.announced {
+	m.up.Seen = m.seen
+	if m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
 		m.up.Channels = append(m.up.Channels, m.channels...)
 		if m.operations > 0 {

@@ -65,7 +65,8 @@ func (r *repeats) find(ready message.Bits) *remembered {
 func (r *repeats) decided(ready message.Bits, more bool, d *message.Down, words int) {
 	before := r.plain
 	more = more || len(ready) > maxRepeatWords
-	if r.plain = !more && grantsOnly(d, ready, words); !r.plain {
+	r.plain = !more && grantsOnly(d, ready, words)
+	if !r.plain {
 		r.era++
 		return
 	}

@@ -272,7 +272,8 @@ func (m *Member) found(d *message.DownSet) *memberSet {
 		return nil
 	}
 	s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank)
-	if s.byMembers = true; r.Kind == message.AddProcessSet {
+	s.byMembers = true
+	if r.Kind == message.AddProcessSet {
 		m.addSet(s)
 	}
 	return s

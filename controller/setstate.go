@@ -302,7 +302,8 @@ func (s *setState) completeBit(bit uint32) {
 	item := readyItem{response: s.cache.At(bit), cached: true, bit: bit}
 	if s.joined.count > 0 {
 		requests := s.votesInFull(bit)
-		if item.absent = s.absent(requests); len(item.absent) > 0 && needsAll(item.response.Kind) {
+		item.absent = s.absent(requests)
+		if len(item.absent) > 0 && needsAll(item.response.Kind) {
 			item.response, item.full = agree(&s.Set, requests, &s.joined), true
 		}
 	}

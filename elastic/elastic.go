@@ -160,7 +160,8 @@ func (j *Job) exchange(ctx context.Context, from []int) error {
 		if source != me {
 			continue
 		}
-		if splits[r] = len(j.granted); out == nil {
+		splits[r] = len(j.granted)
+		if out == nil {
 			out = j.granted
 		} else {
 			out = slices.Concat(out, j.granted)

@@ -276,7 +276,8 @@ func (o *deviceOp[R]) describe(c *call, op *ondevice.Operation, i int) error {
 // setShape sets the shape of tensor i of the call c, which has numElems elements.
 func (o *deviceOp[R]) setShape(c *call, i, numElems int) (err error) {
 	o.dims[0] = int64(numElems)
-	if o.slot.entry.Request.Shape = o.dims[:]; c.shapes != nil {
+	o.slot.entry.Request.Shape = o.dims[:]
+	if c.shapes != nil {
 		o.slot.entry.Request.Shape, err = c.shape(i, numElems)
 	}
 	return err

@@ -395,7 +395,8 @@ func TestDeviceEmpty(t *testing.T) {
 			received := make([]int, n)
 			received[0] = 2
 			splits := make([]int, n)
-			if splits[n-1] = some.Len; me < n-1 {
+			splits[n-1] = some.Len
+			if me < n-1 {
 				out = none
 			}
 			got, err := cuda.Alltoall(ctx, some, out, splits, on)
@@ -415,7 +416,8 @@ func TestDeviceEmpty(t *testing.T) {
 			rows("alltoall of empty rows", got, err, received...)
 			got, err = cuda.Gather(ctx, none, none, n-1, hvd.Shape(me+1, 0), on)
 			for r := range received {
-				if received[r] = 0; me == n-1 {
+				received[r] = 0
+				if me == n-1 {
 					received[r] = r + 1
 				}
 			}

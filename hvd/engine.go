@@ -48,7 +48,8 @@ func WithSetting(name, value string) InitOption {
 // standard error, from HOROVOD_LOG_LEVEL (default warning) on.
 func WithLogger(l *slog.Logger) InitOption {
 	return initOption(func(o *initOptions) {
-		if o.Log = nil; l != nil {
+		o.Log = nil
+		if l != nil {
 			o.Log = logs.FromSlog(l)
 		}
 	})
@@ -88,7 +89,8 @@ type Stall struct {
 // must return soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
 	return initOption(func(o *initOptions) {
-		if o.OnStall = nil; f != nil {
+		o.OnStall = nil
+		if f != nil {
 			o.OnStall = func(s *controller.Stall) { f(newStall(s)) }
 		}
 	})

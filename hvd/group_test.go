@@ -44,7 +44,8 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	outs := make([][]byte, len(types))
 	for i, dt := range types {
 		in := whole(dt, lengths[i], e.Rank(), i)
-		if outs[i] = in; !inPlace {
+		outs[i] = in
+		if !inPlace {
 			outs[i] = make([]byte, len(in))
 		}
 		entry.Parts = append(entry.Parts, tensorqueue.Part{Input: in, Output: outs[i]})

@@ -329,7 +329,8 @@ func (g *groupOp[T]) oneFinished() {
 	var err error
 	g.result = make([][]T, len(g.tensors))
 	for i, o := range g.tensors {
-		if g.result[i] = o.result; err == nil {
+		g.result[i] = o.result
+		if err == nil {
 			err = o.err
 		}
 	}

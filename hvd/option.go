@@ -359,7 +359,8 @@ func (c *call) take(option any) error {
 	case ShapeOption:
 		c.shapes = [][]int{o.dims}
 	case ShapesOption:
-		if c.shapes = o.shapes; c.shapes == nil {
+		c.shapes = o.shapes
+		if c.shapes == nil {
 			c.shapes = [][]int{} // Shapes without arguments is wrong unless the group is empty
 		}
 	case ReductionOption:
@@ -382,7 +383,8 @@ func (c *call) take(option any) error {
 	case MembersOnlyOption:
 		c.MembersOnly = o.set
 	case SetOption:
-		if c.over = o.set; c.over == nil || c.over.engine == nil {
+		c.over = o.set
+		if c.over == nil || c.over.engine == nil {
 			return c.Misuse("%w", errNoSet)
 		}
 	case AnyOption:
@@ -396,11 +398,13 @@ func (c *call) take(option any) error {
 func (c *call) takeAny(o *AnyOption) error {
 	switch o.kind {
 	case rank.OptTimeout:
-		if c.Timeout = o.timeout; c.Timeout <= 0 {
+		c.Timeout = o.timeout
+		if c.Timeout <= 0 {
 			return c.Misuse("got timeout %v, want more than 0", o.timeout)
 		}
 	case rank.OptOn:
-		if c.engine = o.engine; c.engine == nil || c.engine.rank.Engine == nil {
+		c.engine = o.engine
+		if c.engine == nil || c.engine.rank.Engine == nil {
 			return c.Misuse("engine is nil or a zero Engine, want one from New")
 		}
 	}
@@ -421,7 +425,8 @@ func (c *call) locate() error {
 	case c.over != nil && c.engine != c.over.engine:
 		return c.Misuse(ofAnotherEngine, c.over)
 	case c.engine == nil:
-		if c.engine = current(); c.engine == nil {
+		c.engine = current()
+		if c.engine == nil {
 			return c.Misuse("%w", ErrNotInitialized)
 		}
 	}

@@ -49,7 +49,8 @@ func initLogged(t *testing.T, log *zap.Logger, all map[string]string, ranks ...m
 		}
 		wg.Go(func() {
 			e, err := hvd.New(ctx, opts...)
-			if errs[r] = err; err == nil {
+			errs[r] = err
+			if err == nil {
 				if err := e.Shutdown(ctx); err != nil {
 					t.Errorf("rank %d: %v", r, err)
 				}

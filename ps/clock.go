@@ -99,7 +99,8 @@ func (c *workerClock) endIteration(ctx context.Context) error {
 // holds mu.
 func (c *workerClock) takeFailure() error {
 	err := c.failed
-	if c.failed = nil; err != nil {
+	c.failed = nil
+	if err != nil {
 		c.ended = false
 	}
 	return err

@@ -228,7 +228,8 @@ func (c *customer) send(ctx context.Context, r *Request, p *part, m *van.Message
 		}
 		return nil
 	}
-	if p.inFlight = true; !p.answered {
+	p.inFlight = true
+	if !p.answered {
 		p.via = via
 	}
 	over := c.pending[r.timestamp] != r
@@ -509,7 +510,8 @@ func (c *customer) reroute() {
 				if p.sent || p.homeless.IsZero() {
 					continue
 				}
-				if c.rerouting = true; failed || !now.Before(p.due) {
+				c.rerouting = true
+				if failed || !now.Before(p.due) {
 					all = append(all, homeless{r, p})
 				}
 			}

@@ -307,7 +307,8 @@ func TestCutBetweenServers(t *testing.T) {
 			case <-deadline:
 				t.Fatal("no server has failed within a minute")
 			}
-			if says[id] += line; !open {
+			says[id] += line
+			if !open {
 				dead = id
 			}
 		}

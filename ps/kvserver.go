@@ -312,7 +312,8 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 		return
 	}
 	req := s.spare
-	if s.spare = nil; req == nil {
+	s.spare = nil
+	if req == nil {
 		req = new(kvRequest)
 	}
 	*req = kvRequest{from: from, m: m, replica: s.c.replicas[h.Range], home: h.Range, priority: h.Priority,

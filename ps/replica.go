@@ -380,7 +380,8 @@ func (r *replica) makeMessage(about *pspb.Replica, frames ...[]byte) *van.Messag
 // message could not be applied.
 func (r *replica) reply(about *pspb.Replica, err error) {
 	m := r.makeMessage(about)
-	if m.Header.Request = about.Kind == pspb.Replica_SYNC; err != nil {
+	m.Header.Request = about.Kind == pspb.Replica_SYNC
+	if err != nil {
 		m.Header.Error = err.Error()
 	}
 	r.po.sendAnswer(r.partner, m)

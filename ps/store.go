@@ -157,7 +157,8 @@ func (s *store) resolve(list *serverList, push bool, lens []int32, total int) (*
 			r.runs = append(r.runs, e)
 		}
 	}
-	if r.k = int(lensHere[0]); slices.ContainsFunc(lensHere, func(n int32) bool { return int(n) != r.k }) {
+	r.k = int(lensHere[0])
+	if slices.ContainsFunc(lensHere, func(n int32) bool { return int(n) != r.k }) {
 		r.lens = lensHere
 	}
 	list.resolved = r

@@ -371,7 +371,8 @@ func (r *random) operation() *trace.Operation {
 		if arrived {
 			op.Arrivals = append(op.Arrivals, arrivals...)
 		}
-		if n.Sent = step(); r.IntN(3) == 0 {
+		n.Sent = step()
+		if r.IntN(3) == 0 {
 			// Sent is written only if it is at least 1 µs after Submitted, so the test uses values around
 			// this limit.
 			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500)

@@ -210,7 +210,8 @@ func (w *writer) place(format func([]byte) []byte) error {
 			}
 		}
 		before := len(w.pending)
-		if w.pending = format(w.pending); w.fits() {
+		w.pending = format(w.pending)
+		if w.fits() {
 			return nil
 		}
 		// The earlier text must be written in any case, and may compress better than the function fits
@@ -222,7 +223,8 @@ func (w *writer) place(format func([]byte) []byte) error {
 			w.format.undo()
 			return err
 		}
-		if w.pending = append(w.pending, text...); w.fits() {
+		w.pending = append(w.pending, text...)
+		if w.fits() {
 			return nil
 		}
 		w.pending = w.pending[:0]

@@ -73,7 +73,8 @@ func (p *devicePath) tensors(buf []byte, inPlace bool) (t *deviceTensors, err er
 	if t.input, err = p.device.Alloc(len(buf)); err != nil {
 		return nil, err
 	}
-	if t.output = t.input; !inPlace {
+	t.output = t.input
+	if !inPlace {
 		if t.output, err = p.device.Alloc(len(buf)); err != nil {
 			return nil, errors.Join(err, p.device.Free(t.input))
 		}

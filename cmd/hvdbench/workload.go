@@ -94,7 +94,8 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 			}
 		}
 		seen[fields[0]] = true
-		if w.gradients = append(w.gradients, gradient{fields[0], n}); len(w.gradients) > maxGradients {
+		w.gradients = append(w.gradients, gradient{fields[0], n})
+		if len(w.gradients) > maxGradients {
 			return fail("more than %d tensors", maxGradients)
 		}
 	}

@@ -55,7 +55,8 @@ func (s *screen) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
 			return s, tea.Quit
 		}
 	case update:
-		if s.newest.Note = m.note; m.job != nil {
+		s.newest.Note = m.note
+		if m.job != nil {
 			s.newest = s.history.Add(m.job)
 		} else {
 			s.newest.At = time.Now()

@@ -171,7 +171,8 @@ func (r *runner) topPlain(ctx context.Context, j *jobAddress, every time.Duratio
 	var history table.History
 	var now table.States
 	j.follow(ctx, every, func(u update) bool {
-		if now.Note = u.note; u.job != nil {
+		now.Note = u.note
+		if u.job != nil {
 			now = history.Add(u.job)
 		} else {
 			now.At = time.Now()

@@ -115,7 +115,8 @@ func run(t *testing.T, n int, program string, args ...string) (outputs []string)
 			fmt.Sprint("HOROVOD_SIZE=", n))
 		all.Go(func() {
 			out, err := c.CombinedOutput()
-			if outputs[r] = string(out); err != nil {
+			outputs[r] = string(out)
+			if err != nil {
 				t.Errorf("rank %d: %v\n%s", r, err, out)
 			}
 		})

@@ -284,7 +284,8 @@ func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error)
 	s.Grouped, s.ErrorFeedback, s.Empty = c.flags&C.HVD_GROUPED != 0, c.flags&C.HVD_ERROR_FEEDBACK != 0,
 		c.flags&C.HVD_EMPTY != 0
 	s.Splits = unsafe.Slice((*int64)(c.splits), int(c.num_splits))
-	if o.Spec.Tensors, o.Places = one.tensors[:], one.places[:]; c.num_tensors != 1 {
+	o.Spec.Tensors, o.Places = one.tensors[:], one.places[:]
+	if c.num_tensors != 1 {
 		o.Spec.Tensors = make([]rank.TensorSpec, int(c.num_tensors))
 		o.Places = make([]library.Place, int(c.num_tensors))
 	}
@@ -450,7 +451,8 @@ func gohvdWaitAny(handles *C.hvd_handle_t, n C.size_t, seconds C.double, index *
 //export gohvdPoll
 func gohvdPoll(handle C.hvd_handle_t, done *C.int32_t) C.hvd_status_t {
 	is, err := process.Poll(library.Handle(handle))
-	if *done = 0; is {
+	*done = 0
+	if is {
 		*done = 1
 	}
 	return status(err)
@@ -615,7 +617,8 @@ func gohvdDump(text **C.char) C.hvd_status_t {
 //export gohvdNextStall
 func gohvdNextStall(text **C.char) C.hvd_status_t {
 	b, err := process.NextStall()
-	if *text = nil; b == nil {
+	*text = nil
+	if b == nil {
 		return status(err)
 	}
 	return give(b, err, text)

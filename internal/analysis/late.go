@@ -274,7 +274,8 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 	r := lastSubmitted(op)
 	o, last, members := operation{set: r.Set, number: r.Number}, l.tensor(r.Name), len(l.members)
 	if r.Kind.IsMessage() {
-		if o.message, members = r.Name, 2; r.Name == "" {
+		o.message, members = r.Name, 2
+		if r.Name == "" {
 			o.number = 0
 		}
 	}

@@ -142,7 +142,8 @@ func newView(s *Snapshot) *view {
 			c = new(calls)
 			v.ended[key] = c
 		}
-		if c.last = o; !o.Absent {
+		c.last = o
+		if !o.Absent {
 			c.times++
 		}
 	}

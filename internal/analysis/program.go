@@ -157,7 +157,8 @@ func (p *program) overlap(g, r interval) []interval {
 
 // recent appends an interval and drops the oldest if there are too many.
 func recent(all *[]interval, more ...interval) {
-	if *all = append(*all, more...); len(*all) > 2*maxRecent {
+	*all = append(*all, more...)
+	if len(*all) > 2*maxRecent {
 		*all = slices.Delete(*all, 0, len(*all)-maxRecent)
 	}
 }

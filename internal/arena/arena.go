@@ -180,7 +180,8 @@ func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	s := &c.free[i]
 	offset := s.offset
 	s.offset += size
-	if s.size -= size; s.size == 0 {
+	s.size -= size
+	if s.size == 0 {
 		c.free = slices.Delete(c.free, i, i+1)
 	}
 	c.live[offset] = size

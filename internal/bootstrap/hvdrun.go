@@ -88,7 +88,8 @@ func (m *Meeting) askSecret(ctx context.Context, addr string) error {
 		}
 		return errors.Join(err, p.Close())
 	}
-	if m.Secret = s; m.Settings.TLS {
+	m.Secret = s
+	if m.Settings.TLS {
 		m.Secret = s.Encrypted()
 	}
 	return err

@@ -226,7 +226,8 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 		if first := slices.Index(ids, id); first < i {
 			return nil, fmt.Errorf("bootstrap: ids %d and %d are the same", first, i)
 		}
-		if stores[i] = s; s.encrypt != stores[0].encrypt {
+		stores[i] = s
+		if s.encrypt != stores[0].encrypt {
 			return nil, fmt.Errorf(
 				"bootstrap: only one of ids 0 and %d is for encrypted connections, want both or neither", i)
 		}

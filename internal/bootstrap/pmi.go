@@ -110,7 +110,8 @@ func (p *pmi) start() error {
 	if answer, err = p.call("cmd=get_my_kvsname", "my_kvsname"); err != nil {
 		return err
 	}
-	if p.space = answer["kvsname"]; p.space == "" {
+	p.space = answer["kvsname"]
+	if p.space == "" {
 		return errors.New("pmi: get_my_kvsname: the launcher gave no name")
 	}
 	return nil

@@ -116,7 +116,8 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 		}
 	}
 	p.Root, p.Missing = have[0], len(lack) > 0
-	if j.sources = nil; newest > 0 && !anyLoose {
+	j.sources = nil
+	if newest > 0 && !anyLoose {
 		j.sources = sources(have, lack)
 	}
 	isRoot := p.Root == c.Rank()

@@ -30,7 +30,8 @@ func asked(t *testing.T) map[string]string {
 		if s.Scope == config.ByLauncher || slices.Contains(exempt, s.Name) || s.Name == config.FileVariable {
 			continue
 		}
-		if all[s.Name] = every[s.Name]; slices.Contains([]string{"0", "no"}, every[s.Name]) {
+		all[s.Name] = every[s.Name]
+		if slices.Contains([]string{"0", "no"}, every[s.Name]) {
 			all[s.Name] = "1"
 		}
 	}

@@ -449,7 +449,8 @@ func runTrials(t *testing.T, l link, trials []trial, used map[tcp.Rule]bool) {
 		Table:    append(l.forced(), tcp.DefaultTable...),
 		Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
-			if cfg.Lockstep = l.lockstep; l.lockstep {
+			cfg.Lockstep = l.lockstep
+			if l.lockstep {
 				cfg.CycleTime = 20 * time.Microsecond // the default is too slow for thousands of trials
 			}
 		},

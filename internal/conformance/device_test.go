@@ -42,7 +42,8 @@ func (r reduction) floatsOnDevice(in [][]float64, size int) []interval {
 	for i := range out {
 		underflow := 0.0 // of the products
 		for m := range in {
-			if y[m] = in[m][i] * factor; factor != 1 && in[m][i] != 0 {
+			y[m] = in[m][i] * factor
+			if factor != 1 && in[m][i] != 0 {
 				underflow += formats[r.dt].tiny()
 			}
 		}

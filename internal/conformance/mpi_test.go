@@ -61,7 +61,8 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 		Config: func(cfg *engine.Config) {
 			cfg.Ready = session.Ready
 			cfg.Backends = append(cfg.Backends, m.Register(false, true))
-			if cfg.Lockstep = lockstep; lockstep {
+			cfg.Lockstep = lockstep
+			if lockstep {
 				cfg.Collectives = m.Collectives()
 			}
 		},

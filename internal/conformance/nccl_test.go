@@ -180,7 +180,8 @@ func trialsOnDevice(ranks int, lockstep bool, m memory) (scripts []*script) {
 func deviceOperations() (all []what) {
 	others := 0
 	for _, w := range operations() {
-		if w.device = true; w.kind.Reduces() && !w.byNCCL() {
+		w.device = true
+		if w.kind.Reduces() && !w.byNCCL() {
 			if others++; others%8 != 0 {
 				continue
 			}

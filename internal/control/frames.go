@@ -31,7 +31,8 @@ func (f *frames) fill() bool {
 	}
 	switch {
 	case f.at == len(f.buf):
-		if f.buf, f.at = f.buf[:0], 0; cap(f.buf) > maxKeptBytes {
+		f.buf, f.at = f.buf[:0], 0
+		if cap(f.buf) > maxKeptBytes {
 			f.buf = nil
 		}
 	case len(f.buf) == cap(f.buf) && f.at > 0:

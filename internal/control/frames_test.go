@@ -28,7 +28,8 @@ func (a *arrivals) TryRead(p []byte) (int, error) {
 		return 0, a.end
 	}
 	n := copy(p, a.pieces[0])
-	if a.pieces[0] = a.pieces[0][n:]; len(a.pieces[0]) == 0 {
+	a.pieces[0] = a.pieces[0][n:]
+	if len(a.pieces[0]) == 0 {
 		a.pieces = a.pieces[1:]
 	}
 	return n, nil

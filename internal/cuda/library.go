@@ -68,7 +68,8 @@ func OpenLibrary(names ...string) (*Library, error) {
 func (l *Library) Symbols(table []unsafe.Pointer, names []string) (missing []string) {
 	for i, name := range names {
 		text := C.CString(name)
-		if table[i] = C.dlsym(l.handle, text); table[i] == nil {
+		table[i] = C.dlsym(l.handle, text)
+		if table[i] == nil {
 			missing = append(missing, name)
 		}
 		C.free(unsafe.Pointer(text))

@@ -206,7 +206,8 @@ func Load(path string) (*Runtime, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r.NoDevice = r.check("cudaGetDeviceCount", C.gohvdCount(r.f, &n)); r.NoDevice != nil || n == 0 {
+	r.NoDevice = r.check("cudaGetDeviceCount", C.gohvdCount(r.f, &n))
+	if r.NoDevice != nil || n == 0 {
 		return r, nil
 	}
 	driver, err := OpenLibrary("libcuda.so.1")
@@ -283,7 +284,8 @@ func (r *Runtime) Device(index int) (*Device, error) {
 	d := &Device{r, C.int(index), nil}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if d.context = r.contexts[d.index]; d.context == nil {
+	d.context = r.contexts[d.index]
+	if d.context == nil {
 		code := C.gohvdRetain(r.f, d.index, &d.context)
 		if err := r.check("cuDevicePrimaryCtxRetain", code); err != nil {
 			return nil, fmt.Errorf("%w: device %d", err, index)

@@ -63,7 +63,8 @@ func trainElastic(ctx context.Context) error {
 			}
 			s.Step++
 			s.Sum += sum[0]
-			if s.Least = min(s.Least, hvd.Size()); hvd.Size() > s.Least {
+			s.Least = min(s.Least, hvd.Size())
+			if hvd.Size() > s.Least {
 				s.Again++
 			}
 			if err := job.Commit(ctx); err != nil {

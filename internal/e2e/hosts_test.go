@@ -425,7 +425,8 @@ func (c *linkDown) run(t *testing.T) (longest time.Duration) {
 		for _, list := range failedRanks.FindAllString(text, -1) {
 			for _, n := range number.FindAllString(list, -1) {
 				r, err := strconv.Atoi(n)
-				if named[r] = true; err != nil || isLost(r) == isLost(l.rank) {
+				named[r] = true
+				if err != nil || isLost(r) == isLost(l.rank) {
 					t.Errorf("rank %d names a rank that it can reach: %s", l.rank, text)
 				}
 			}

@@ -228,7 +228,8 @@ func (j *tableJob) follow(l line) {
 		if j.back[j.victim].IsZero() || !j.back[name].IsZero() {
 			return
 		}
-		if j.back[name] = l.at; len(j.back) == 1+workers {
+		j.back[name] = l.at
+		if len(j.back) == 1+workers {
 			if err := os.WriteFile(j.end, nil, 0o600); err != nil {
 				j.t.Error(err)
 			}

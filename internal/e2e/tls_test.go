@@ -85,7 +85,8 @@ func (c *capture) keep(ip []byte) {
 	ports := [2]int{int(binary.BigEndian.Uint16(tcp)), int(binary.BigEndian.Uint16(tcp[2:]))}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.bytes[ports] += len(data); len(data) == 0 || c.bytes[ports] > maxCapture {
+	c.bytes[ports] += len(data)
+	if len(data) == 0 || c.bytes[ports] > maxCapture {
 		return
 	}
 	c.packets = append(c.packets, packet{ports, bytes.Clone(data)})

@@ -240,7 +240,8 @@ func (m *Machine) Ended(now time.Time, p Member, status int, how string) Output 
 	default:
 		m.fail(k, how)
 	}
-	if k.state = dead; m.roster == nil || m.roster.Rank(p) < 0 {
+	k.state = dead
+	if m.roster == nil || m.roster.Rank(p) < 0 {
 		m.members = slices.DeleteFunc(m.members, func(o *member) bool { return o == k })
 	}
 	return m.step()
@@ -511,7 +512,8 @@ func (m *Machine) awaitSlots() {
 	have, want := len(m.usable()), max(m.cfg.Start, m.cfg.Min)
 	if have != m.noted && m.hosts != nil {
 		verb := "are"
-		if m.noted = have; have == 1 {
+		m.noted = have
+		if have == 1 {
 			verb = "is"
 		}
 		m.note("waiting up to %v for %d slots; there %s %d", m.cfg.Timeout, want, verb, have)

@@ -317,7 +317,8 @@ func (e *Engine) negotiate() {
 	if e.cfg.Tuner != nil {
 		e.cfg.Tuner.Start(e.sched.Notify)
 	}
-	if e.negotiation = (events{e}); lockstep {
+	e.negotiation = (events{e})
+	if lockstep {
 		e.negotiation = newLockstep(e)
 	}
 }

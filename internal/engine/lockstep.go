@@ -274,7 +274,8 @@ func (n *lockstep) endCycle(decided bool) {
 	if decided && n.core.Granted() {
 		n.granted, n.until = true, (n.e.now+patience).Truncate(patienceStep)+patienceStep
 	}
-	if n.pause = min(max(2*n.pause, shortestPause), longest); n.idle <= eagerCycles {
+	n.pause = min(max(2*n.pause, shortestPause), longest)
+	if n.idle <= eagerCycles {
 		n.pause = 0
 	}
 	n.pause = max(n.pause, n.e.cycleTime)

@@ -29,7 +29,8 @@ func (e *Engine) BackgroundThreadLoop() {
 	var connected sync.WaitGroup
 	err := e.sched.Run()
 	e.sched.NotifyPeers() // wake the peers, so that they read the last frames
-	if e.failure = err; err == nil {
+	e.failure = err
+	if err == nil {
 		e.failure = e.stopCause
 	}
 	e.answer(err)
@@ -355,7 +356,8 @@ func (e *Engine) match(w *exec.Work) error {
 	if e.coordinator != nil && e.tracing {
 		w.Arrivals = append(w.Arrivals[:0], e.coordinator.Arrivals(w.Grant.Set, len(w.Grant.Responses))...)
 	}
-	if w.Absent = slices.Contains(w.Grant.Absent, e.cfg.Rank); w.Absent {
+	w.Absent = slices.Contains(w.Grant.Absent, e.cfg.Rank)
+	if w.Absent {
 		return nil
 	}
 	s := e.sets.find(w.Grant.Asked)

@@ -51,7 +51,8 @@ func TestTuner(t *testing.T) {
 			timelines := make([]log, n)
 			c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{0, 1}}}
-				if cfg.Lockstep = lockstep; cfg.Rank == 0 {
+				cfg.Lockstep = lockstep
+				if cfg.Rank == 0 {
 					cfg.Tuner = tuner
 				}
 			})

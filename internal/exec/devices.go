@@ -35,7 +35,8 @@ func (m *machine) startOnDevices() error {
 		if err != nil {
 			return err
 		}
-		if t.Out, x.op.Counts = out, counts; !w.Absent {
+		t.Out, x.op.Counts = out, counts
+		if !w.Absent {
 			m.checkGathered(t)
 		}
 	case message.Reducescatter:
@@ -44,7 +45,8 @@ func (m *machine) startOnDevices() error {
 		x.op.Counts = m.scatterCounts(w)
 	case message.Alltoall, message.Gather, message.Scatter:
 		m.startAlltoall()
-		if x.device.HostBuf = rowBytes(r) == 0; !x.device.HostBuf {
+		x.device.HostBuf = rowBytes(r) == 0
+		if !x.device.HostBuf {
 			t.In, x.op.Buf = x.op.Buf, nil
 		}
 	default:

@@ -59,7 +59,8 @@ func (m *machine) start(w *Work) (err error) {
 	if w.OnDevices() {
 		x.op.Device = &x.device
 		x.device.Devices = w.Grant.Responses[0].Devices
-		if x.device.Ready, x.device.Order = m.ready(w), w.Order; w.watching != nil {
+		x.device.Ready, x.device.Order = m.ready(w), w.Order
+		if w.watching != nil {
 			x.device.Enter = w.enter
 		}
 		w.on = m

@@ -65,7 +65,8 @@ func (m *machine) unpackAllgather(w *Work, from []byte) {
 	outs := make([][]byte, len(w.Entries))
 	for t, e := range w.Entries {
 		numBytes := int(w.Grant.Responses[t].NumBytes())
-		if outs[t] = output(e, numBytes); outs[t] == nil && numBytes != len(e.Output) {
+		outs[t] = output(e, numBytes)
+		if outs[t] == nil && numBytes != len(e.Output) {
 			refuseSize(w, t, numBytes)
 		}
 	}

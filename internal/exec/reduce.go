@@ -72,7 +72,8 @@ func (m *machine) list() (err error) {
 	x := &m.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.Grant.Responses[0].Op.Base(), x.scaling.ops()
 	if x.work.Absent && x.work.OnDevices() {
-		if x.device.NumBytes = x.batch.counts[0]; len(x.batch.counts) > 1 {
+		x.device.NumBytes = x.batch.counts[0]
+		if len(x.batch.counts) > 1 {
 			x.device.NumBytes = 0
 			for _, n := range x.batch.counts {
 				x.device.NumBytes += ops.Padded(n)
@@ -100,7 +101,8 @@ func (m *machine) pack() (err error) {
 	if r.Wire.Valid() {
 		wire = r.Wire
 	}
-	if x.direct = len(b.tensors) == 1 && !r.Wire.Valid() && x.getsResult(m.me); x.direct {
+	x.direct = len(b.tensors) == 1 && !r.Wire.Valid() && x.getsResult(m.me)
+	if x.direct {
 		x.buf = b.tensors[0].Out
 	} else {
 		x.buf = m.scratch.fused.Bytes(int(sum(b.counts)))
@@ -270,7 +272,8 @@ func (m *machine) startReducescatter() error {
 	r := w.Grant.Responses[0]
 	x.scaling = scalingOf(r, r.DType, m.averageOver(w))
 	counts := m.scatterCounts(w)
-	if x.direct = len(w.Entries) == 1 && w.Entries[0].InPlace; x.direct {
+	x.direct = len(w.Entries) == 1 && w.Entries[0].InPlace
+	if x.direct {
 		x.buf = w.Entries[0].Input
 	} else {
 		x.buf = m.scratch.fused.Bytes(int(sum(counts)))

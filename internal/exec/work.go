@@ -65,7 +65,8 @@ func (w *Work) Reset() {
 // begin records that w begins at the given time, or at the time of its grant if that is later.
 func (w *Work) begin(at time.Duration, o Observer) {
 	w.Begun, w.Marks = max(at, w.Granted), w.Marks[:0]
-	if w.watching = nil; o.Watched() {
+	w.watching = nil
+	if o.Watched() {
 		w.watching = o
 	}
 	for _, e := range w.Entries {

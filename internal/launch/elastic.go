@@ -124,7 +124,8 @@ func (j *job) tell(f func(m *elastic.Machine, now time.Time) elastic.Output) {
 	if m.machine == nil {
 		return
 	}
-	if m.queue = append(m.queue, f); len(m.queue) > 1 {
+	m.queue = append(m.queue, f)
+	if len(m.queue) > 1 {
 		return
 	}
 	for len(m.queue) > 0 {

@@ -77,7 +77,8 @@ func addHost(hosts []Host, h Host) ([]Host, error) {
 	case i < 0:
 		return append(hosts, h), nil
 	}
-	if hosts[i].Slots += h.Slots; hosts[i].Slots > MaxSlots {
+	hosts[i].Slots += h.Slots
+	if hosts[i].Slots > MaxSlots {
 		return nil, fmt.Errorf("with which host %s has %d slots, want at most %d", h.Name, hosts[i].Slots, MaxSlots)
 	}
 	return hosts, nil

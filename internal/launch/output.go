@@ -60,7 +60,8 @@ func newConsole(out, err io.Writer) *console {
 		done:  make(chan struct{}),
 	}
 	c.files[0] = &sink{Writer: out}
-	if c.files[1] = c.files[0]; !isSameFile(out, err) {
+	c.files[1] = c.files[0]
+	if !isSameFile(out, err) {
 		c.files[1] = &sink{Writer: err}
 	}
 	c.abandon = sync.OnceFunc(func() { close(c.quit) })
@@ -154,7 +155,8 @@ func (c *console) write(k chunk) {
 	if _, err := f.Write(text); err != nil && c.lost == nil {
 		c.lost = fmt.Errorf("launch: output was lost: %w", err)
 	}
-	if f.open = k.from; text[len(text)-1] == '\n' {
+	f.open = k.from
+	if text[len(text)-1] == '\n' {
 		f.open = nil
 	}
 }

@@ -181,7 +181,8 @@ func TestIncompleteLinesOfSeveralFiles(t *testing.T) {
 		}
 		console, streams := newConsole(c.out, c.err), [2]*stream{{}, {}}
 		for _, k := range []chunk{{text: []byte("1\r")}, {err: true, text: []byte("2\n")}, {text: []byte("3")}} {
-			if k.from = streams[0]; k.err {
+			k.from = streams[0]
+			if k.err {
 				k.from = streams[1]
 			}
 			console.put(k)

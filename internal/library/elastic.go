@@ -57,7 +57,8 @@ func (l *Library) Progress() Progress {
 	p := t.progress
 	t.mu.Unlock()
 	if m := rank.ProcessMembership(); m != nil {
-		if p.Generation = m.Generation(); m.Pending() != nil {
+		p.Generation = m.Generation()
+		if m.Pending() != nil {
 			p.Pending = m.Pending().Change
 		}
 	}

@@ -155,7 +155,8 @@ func (f *freeCalls) clear() {
 // setBuffers sets the buffers of the execution to the places of the tensors of o.
 func (c *call) setBuffers(o *Op) error {
 	x := &c.execution
-	if x.Buffers = c.oneBuffer[:]; len(x.Tensors) != 1 {
+	x.Buffers = c.oneBuffer[:]
+	if len(x.Tensors) != 1 {
 		x.Buffers = make([]rank.Buffer, len(x.Tensors))
 	}
 	kind, isRoot := x.Kind, x.Root == x.Rank.Place.Rank

@@ -55,7 +55,8 @@ func (all *operations) keep(o *operation) {
 		all.weight -= before.Weight()
 		delete(all.all, o.spec.Name)
 	}
-	if all.weight += o.Weight(); all.all == nil || all.weight > maxWeight {
+	all.weight += o.Weight()
+	if all.all == nil || all.weight > maxWeight {
 		all.all, all.weight = make(map[string]*operation), o.Weight()
 	}
 	all.all[o.spec.Name] = o

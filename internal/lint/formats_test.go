@@ -176,7 +176,8 @@ func readSources(t *testing.T, root string) map[string]*source {
 				if !ok || f.Recv != nil || !testName.MatchString(f.Name.Name) {
 					continue
 				}
-				if s.tests = append(s.tests, f.Name.Name); strings.HasPrefix(f.Name.Name, "Fuzz") {
+				s.tests = append(s.tests, f.Name.Name)
+				if strings.HasPrefix(f.Name.Name, "Fuzz") {
 					s.fuzzed[f.Name.Name] = file
 				}
 			}

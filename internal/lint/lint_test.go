@@ -194,6 +194,35 @@ func TestNoExitsNoSleeps(t *testing.T) {
 	}
 }
 
+// An if statement whose condition does not test an error does not assign to a field, an element or a pointer
+// before the condition, because a reader of the condition does not expect it there.
+func TestNoHiddenAssignments(t *testing.T) {
+	for _, f := range readGoFiles(t) {
+		ast.Inspect(f.parsed, func(n ast.Node) bool {
+			i, ok := n.(*ast.IfStmt)
+			if !ok {
+				return true
+			}
+			a, ok := i.Init.(*ast.AssignStmt)
+			if !ok || a.Tok == token.DEFINE {
+				return true
+			}
+			hidden := false
+			for _, left := range a.Lhs {
+				name, ok := left.(*ast.Ident)
+				if ok && name.Name == "err" {
+					return true
+				}
+				hidden = hidden || !ok
+			}
+			if hidden {
+				t.Errorf("%s:%d: assign in a statement before the if", f.path, f.line(i.Pos()))
+			}
+			return true
+		})
+	}
+}
+
 // No program uses text/template. With it, the linker must keep every exported method, because a template may
 // call it by its name: hvdbench would have 19 MB instead of 15. cobra needs it only for templates of our own.
 func TestNoTemplates(t *testing.T) {

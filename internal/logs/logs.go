@@ -95,7 +95,8 @@ func newEncoder(console, withTime bool) zapcore.Encoder {
 	c.EncodeLevel = withTrace("trace", c.EncodeLevel)
 	c.EncodeTime, c.EncodeDuration = zapcore.TimeEncoderOfLayout(time.RFC3339Nano),
 		zapcore.StringDurationEncoder
-	if c.TimeKey = "time"; !withTime {
+	c.TimeKey = "time"
+	if !withTime {
 		c.TimeKey = zapcore.OmitKey
 	}
 	return zapcore.NewJSONEncoder(c)

@@ -188,7 +188,8 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Set = topo.ProcessSetID(d.u32())
 		u.Millis = d.u32()
 		u.Tensor = d.text()
-		if u.Message = u.Type == UpTimeout && flags&flagMessage != 0; u.Message {
+		u.Message = u.Type == UpTimeout && flags&flagMessage != 0
+		if u.Message {
 			u.Suspect = d.rank()
 		}
 	case UpSuspect:

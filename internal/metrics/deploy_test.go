@@ -213,7 +213,8 @@ func TestDashboardOfRanks(t *testing.T) {
 	var targets []string
 	for r := range 2 {
 		s := full()
-		if s.Rank = r; r > 0 {
+		s.Rank = r
+		if r > 0 {
 			s = other()
 		}
 		server := httptest.NewServer(metrics.Handler(func() trace.Stats { return s }))

@@ -29,7 +29,8 @@ import (
 func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 	t.Helper()
 	s := full()
-	if s.Rank = rank; rank != 0 {
+	s.Rank = rank
+	if rank != 0 {
 		s.Coordinator = nil
 	}
 	change(&s)

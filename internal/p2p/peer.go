@@ -352,7 +352,8 @@ func (p *peer) arrived(h header, in *bufio.Reader) error {
 	x.mu.Lock()
 	o := x.takePosted(p.rank, h.tag)
 	if o == nil {
-		if p.stored += len(payload) + headerBytes; p.stored > maxKeptBytes {
+		p.stored += len(payload) + headerBytes
+		if p.stored > maxKeptBytes {
 			x.mu.Unlock()
 			return p.malformed("%d bytes that were not matched, want at most %d", p.stored, maxKeptBytes)
 		}
@@ -435,7 +436,8 @@ func (p *peer) take(o *Op, m message) (done func()) {
 	if err == nil {
 		copy(o.Buf, m.payload)
 	}
-	if p.returned += len(m.payload) + headerBytes; p.returned >= maxKeptBytes/2 {
+	p.returned += len(m.payload) + headerBytes
+	if p.returned >= maxKeptBytes/2 {
 		p.write(outgoing{frame: header{kind: credit, numBytes: uint64(p.returned)}.append(nil)})
 		p.returned = 0
 	}

@@ -245,7 +245,8 @@ func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	}
 	for i, name := range names {
 		q := &entries[i].Request
-		if q.Name = name; len(entries) > 1 {
+		q.Name = name
+		if len(entries) > 1 {
 			q.Group, q.GroupSize = c.Name, int32(len(entries))
 		}
 	}

@@ -278,7 +278,8 @@ func (x *Execution) Begin() error {
 		}
 		c.Name = string(strconv.AppendUint(append([]byte(c.Name), '.'), uint64(x.Number), 10))
 	}
-	if c.Set = r.FindSet(o.SetID); c.Set == nil {
+	c.Set = r.FindSet(o.SetID)
+	if c.Set == nil {
 		return c.Misuse("%w", engine.ErrNoProcessSet)
 	}
 	if err := c.Check(); err != nil {
@@ -328,7 +329,8 @@ func (x *Execution) Begin() error {
 
 // addEntries makes x consist of n entries.
 func (x *Execution) addEntries(n int) {
-	if x.entries = x.one[:]; n != 1 {
+	x.entries = x.one[:]
+	if n != 1 {
 		x.entries = make([]executionEntry, n)
 	}
 	x.left.Store(int64(n))
@@ -447,7 +449,8 @@ func (x *Execution) place(c *Call, i int) error {
 			return out
 		}
 	}
-	if e.Output = b.Out; overlap(b.In, b.Out) {
+	e.Output = b.Out
+	if overlap(b.In, b.Out) {
 		return x.inPlace(c, i)
 	}
 	return nil

@@ -371,7 +371,8 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 // noteReady records that rank is ready. When all ranks are ready and none has reported a failure, it ends the
 // start. The caller holds r.mu.
 func (r *root) noteReady(rank int) {
-	if r.ready[rank] = true; len(r.ready) == len(r.members) && r.reports == nil {
+	r.ready[rank] = true
+	if len(r.ready) == len(r.members) && r.reports == nil {
 		r.conclude(nil)
 	}
 	r.account()

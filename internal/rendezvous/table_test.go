@@ -26,7 +26,8 @@ func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead .
 		wg.Go(func() {
 			watched, stop := s.Watch(ctx)
 			defer stop()
-			if errs[rank] = s.Gather(watched, cluster.Mesh(topo.Rank(rank))); errs[rank] != nil {
+			errs[rank] = s.Gather(watched, cluster.Mesh(topo.Rank(rank)))
+			if errs[rank] != nil {
 				peer, _ := errors.AsType[*transport.PeerError](errs[rank])
 				if peer == nil {
 					peer = &transport.PeerError{Peer: s.rank}

@@ -380,7 +380,8 @@ func TestCreateOpen(t *testing.T) {
 			unix.MAP_SHARED); err != unix.EPERM {
 			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
 		}
-		if s.Bytes()[0] = 1; theirs[0] != 1 { // existing mappings must stay writable
+		s.Bytes()[0] = 1
+		if theirs[0] != 1 { // existing mappings must stay writable
 			t.Errorf("got %d, want 1", theirs[0])
 		}
 		if _, err := shmem.Adopt(dup(t, s.FD())); err == nil {

@@ -34,7 +34,8 @@ type inbox struct {
 func (i *inbox) Fill(wait bool) (bool, error) {
 	switch {
 	case i.at == len(i.buf):
-		if i.buf, i.at = i.buf[:0], 0; cap(i.buf) > keptBytes {
+		i.buf, i.at = i.buf[:0], 0
+		if cap(i.buf) > keptBytes {
 			i.buf = nil
 		}
 	case len(i.buf) == cap(i.buf) && i.at > 0:

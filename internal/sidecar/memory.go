@@ -98,7 +98,8 @@ func (m *memory) leave() error {
 	m.mu.Lock()
 	var unused []*clientArena
 	for _, g := range m.all {
-		if g.left = true; g.users == 0 {
+		g.left = true
+		if g.users == 0 {
 			delete(m.all, g.number)
 			unused = append(unused, g)
 		}
@@ -123,8 +124,10 @@ func (m *memory) use(places []location, uses []*clientArena) ([]*clientArena, er
 	defer m.mu.Unlock()
 	for i := range places {
 		p := &places[i]
-		if p.to = nil; p.numBytes == 0 {
-			if p.to = []byte{}; p.none {
+		p.to = nil
+		if p.numBytes == 0 {
+			p.to = []byte{}
+			if p.none {
 				p.to = nil
 			}
 			continue

@@ -133,7 +133,8 @@ func (o *outbox) flush() (left bool) {
 			return true
 		}
 		*p = packet{}
-		if o.queue = o.queue[1:]; len(o.queue) == 0 {
+		o.queue = o.queue[1:]
+		if len(o.queue) == 0 {
 			o.queue = nil
 		}
 	}

@@ -117,7 +117,8 @@ func TestBytesAndView(t *testing.T) {
 	if !slices.Equal(v, s) {
 		t.Errorf("View gives %v, want %v", v, s)
 	}
-	if v[1] = 7; s[1] != 7 {
+	v[1] = 7
+	if s[1] != 7 {
 		t.Error("View copies")
 	}
 	// View leaves out a part of an element at the end. The capacity of the results ends where their bytes

@@ -183,7 +183,8 @@ func (op *Op) prepare(r *Rank) error {
 			op.Set)
 	}
 	op.Done = func(err error) {
-		if op.Err = err; err == nil {
+		op.Err = err
+		if err == nil {
 			r.changeSets(op.Response)
 		}
 		close(op.done)

@@ -227,7 +227,8 @@ func ShareMemory(ctx context.Context, under []transport.Mesh, hosts []string) ([
 				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.UnsharedReason()),
 					mesh.Close())
 			}
-			if errs[r] = err; err == nil {
+			errs[r] = err
+			if err == nil {
 				meshes[r], memory[r] = mesh, mesh
 			}
 		})

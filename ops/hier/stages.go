@@ -318,7 +318,8 @@ func (b *Backend) beginAllgather() error {
 }
 
 func (b *Backend) beginBroadcast() error {
-	if b.root, _ = b.place.hostOf(b.op.Root); b.root < 0 {
+	b.root, _ = b.place.hostOf(b.op.Root)
+	if b.root < 0 {
 		return fmt.Errorf("got root %d, want a member of the set", b.op.Root)
 	}
 	b.buf, b.stages = b.op.Buf, broadcastStages

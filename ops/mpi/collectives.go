@@ -150,7 +150,8 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 		return nil, false, nil
 	}
 	if c.err == nil && len(c.rests) == 0 {
-		if c.err = c.findRests(); c.err == nil && len(c.rests) > 0 {
+		c.err = c.findRests()
+		if c.err == nil && len(c.rests) > 0 {
 			c.err = c.world.start(c.tester, c.begin)
 			return c.Test()
 		}

@@ -95,7 +95,8 @@ func (w *world) enqueue(f func(failed error)) {
 func (t *thread) next() func() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.blocked = len(t.queue) > 0; !t.blocked {
+	t.blocked = len(t.queue) > 0
+	if !t.blocked {
 		return nil
 	}
 	f := t.queue[0]

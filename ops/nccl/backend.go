@@ -184,7 +184,8 @@ func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	case f == nil:
 		return ops.Finished, nil
 	case f.follower == nil:
-		if b.err = f.land(f.isDone); b.err != nil {
+		b.err = f.land(f.isDone)
+		if b.err != nil {
 			return ops.Waiting, b.err
 		}
 		return ops.Finished, nil

@@ -220,7 +220,8 @@ func Find(path, cudaPath string, devices bool) cuda.Found {
 		if r.NoDevice != nil {
 			found.NoDevice = r.NoDevice.Error()
 		}
-		if found.Devices = r.Devices; r.DriverVersion > 0 {
+		found.Devices = r.Devices
+		if r.DriverVersion > 0 {
 			found.Driver = cuda.VersionText(r.DriverVersion)
 		}
 	}

@@ -89,7 +89,8 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if x.next++; x.next < x.steps {
 		return ops.Moving, nil
 	}
-	if x.awaitsReaders = b.finishRounds(x.base+uint64(max(x.steps, 1)), x.steps); x.awaitsReaders {
+	x.awaitsReaders = b.finishRounds(x.base+uint64(max(x.steps, 1)), x.steps)
+	if x.awaitsReaders {
 		return ops.Moving, nil
 	}
 	return ops.Finished, nil

@@ -159,7 +159,8 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if x.next < x.rounds {
 		return ops.Moving, nil
 	}
-	if x.awaitsReaders = b.finishRounds(x.base+uint64(x.rounds), x.steps); x.awaitsReaders {
+	x.awaitsReaders = b.finishRounds(x.base+uint64(x.rounds), x.steps)
+	if x.awaitsReaders {
 		return ops.Moving, nil
 	}
 	x.plan = nil

@@ -140,7 +140,8 @@ func TestReduce(t *testing.T) {
 					}
 					copy(x.In, from)
 					if r.me == root {
-						if x.Out = x.In; k%3 == 0 {
+						x.Out = x.In
+						if k%3 == 0 {
 							x.Out = aligned(len(from))
 						}
 					}
@@ -254,7 +255,8 @@ func TestOrderOfAdditions(t *testing.T) {
 		inputs[r] = tensor.View[float32](aligned(4 * numElems))
 		for i := range want {
 			inputs[r][i] = rng.Float32() - 0.5
-			if want[i] += inputs[r][i]; r == 0 {
+			want[i] += inputs[r][i]
+			if r == 0 {
 				want[i] = inputs[r][i]
 			}
 		}

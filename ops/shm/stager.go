@@ -76,7 +76,8 @@ func (s *stager) copy(dst, src []byte) {
 	} else {
 		stage(dst, src, s.way())
 	}
-	if s.left -= int64(len(src)); s.left <= 0 {
+	s.left -= int64(len(src))
+	if s.left <= 0 {
 		s.turn()
 	}
 }

@@ -188,7 +188,8 @@ func TestAdasumProperties(t *testing.T) {
 					}
 					return 0
 				})
-				if one[r] = same[r]; r != n/2 {
+				one[r] = same[r]
+				if r != n/2 {
 					one[r] = make([]byte, len(same[r]))
 				}
 			}

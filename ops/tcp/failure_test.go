@@ -187,7 +187,8 @@ func (m *countdownMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Ra
 }
 
 func (m *countdownMesh) use(numBytes int) {
-	if m.left -= numBytes; m.left <= 0 {
+	m.left -= numBytes
+	if m.left <= 0 {
 		m.zero()
 	}
 }

@@ -63,7 +63,8 @@ func checkBroadcast(t *testing.T, c *cluster, root, size int) {
 	for _, alg := range tcp.Algorithms(message.Broadcast) {
 		got := make([][]byte, len(c.backends))
 		c.must(t, func(r int, b *opstest.Blocking) error {
-			if got[r] = make([]byte, size); r == root {
+			got[r] = make([]byte, size)
+			if r == root {
 				copy(got[r], want)
 			}
 			return b.Broadcast(t.Context(), alg, root, got[r])

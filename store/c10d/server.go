@@ -244,7 +244,8 @@ func (c *session) handle(op opcode) error {
 
 // hold counts memory that the current request takes.
 func (c *session) hold(numBytes int) error {
-	if c.call += int64(numBytes); c.call > maxCallBytes {
+	c.call += int64(numBytes)
+	if c.call > maxCallBytes {
 		return fmt.Errorf("got more than %d bytes in one call", maxCallBytes)
 	}
 	if c.call <= bufferBytes {

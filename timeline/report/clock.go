@@ -70,7 +70,8 @@ func (j *Job) setClocks() {
 	}
 	for _, r := range j.ranks {
 		l := of(r)
-		if r.clock.base = r.segments[0].monotonic; len(l.points) > 0 || r.rank == 0 {
+		r.clock.base = r.segments[0].monotonic
+		if len(l.points) > 0 || r.rank == 0 {
 			continue
 		}
 		for _, s := range r.segments {

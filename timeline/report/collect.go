@@ -262,7 +262,8 @@ func (c *collection) mark(s *stream, e *event) {
 	case e.Name == "hvd_step" && s.steps.marked:
 		begins := s.steps.firstStep
 		s.steps.mark(at)
-		if s.stepsInside = s.inside.sum(); s.steps.firstStep != begins {
+		s.stepsInside = s.inside.sum()
+		if s.steps.firstStep != begins {
 			c.beginSteady(s, s.steps.firstBegin)
 		}
 		if s == c.streams[0] {

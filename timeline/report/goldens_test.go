@@ -142,7 +142,8 @@ func processSets(r int, f *file) {
 		}
 		if r != 1 {
 			o := op(n, "z [set 2]", at+80*ms, at+90*ms)
-			if o.set = 2; r == 0 {
+			o.set = 2
+			if r == 0 {
 				o.tensors[0].arrivals = []int{at + 80*ms, at + 85*ms}
 			}
 			f.op(o)

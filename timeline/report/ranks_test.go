@@ -38,7 +38,8 @@ func randomOperation(r *rand.Rand, number uint64, at time.Duration) trace.Operat
 		if whole.Set != topo.Global {
 			n.Name += fmt.Sprintf(" [set %d]", whole.Set)
 		}
-		if n.DType = tensor.DType(r.IntN(tensor.NumDTypes)); n.DType.Valid() {
+		n.DType = tensor.DType(r.IntN(tensor.NumDTypes))
+		if n.DType.Valid() {
 			n.Shape = tensor.Shape{r.Int64N(9), 2}[:r.IntN(3)]
 		}
 		if r.IntN(8) == 0 && whole.Kind != message.Error {

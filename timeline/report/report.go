@@ -389,7 +389,8 @@ func (r *Report) fillSteps(c *collection, late *analysis.Lateness) {
 			LengthUS: micros(s.Length), HeldUS: perRank(s.Held), ExposedUS: perRank(s.Exposed)})
 	}
 	e := &r.Exposed
-	if e.Known = late.Exposed != nil; !e.Known {
+	e.Known = late.Exposed != nil
+	if !e.Known {
 		return
 	}
 	n := float64(len(r.Phases)) * float64(max(r.Steps, 1))

@@ -211,7 +211,8 @@ type tile struct {
 func (t *tile) findPeriods() {
 	for _, p := range t.Periods {
 		move := t.Begin + t.shift[p.Rank]
-		if p.From, p.To = p.From-move, p.To-move; p.To <= t.from || p.From >= t.to {
+		p.From, p.To = p.From-move, p.To-move
+		if p.To <= t.from || p.From >= t.to {
 			continue
 		}
 		t.late = append(t.late, p)

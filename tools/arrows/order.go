@@ -31,7 +31,8 @@ func fewestBack(n int, arrow func(from, to int) bool) ordering {
 		for i := range nodes {
 			within[i] = make([]bool, k)
 			for j := range nodes {
-				if within[i][j] = i != j && arrow(nodes[i], nodes[j]); within[i][j] {
+				within[i][j] = i != j && arrow(nodes[i], nodes[j])
+				if within[i][j] {
 					o.cyclic++
 				}
 			}

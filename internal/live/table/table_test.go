@@ -71,7 +71,8 @@ func withSteps(j *live.Job, from, to uint64) *live.Job {
 	for n := from; n <= to; n++ {
 		step := trace.Step{Sequence: n, Number: n + 1000, Time: 20 * time.Millisecond,
 			Held: make([]time.Duration, j.Size)}
-		if step.Held[3] = 500 * time.Microsecond; n%5 == 0 {
+		step.Held[3] = 500 * time.Microsecond
+		if n%5 == 0 {
 			step.Time, step.Held[2] = 30*time.Millisecond, 10*time.Millisecond
 		}
 		j.Steps = append(j.Steps, step)

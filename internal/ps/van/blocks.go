@@ -126,7 +126,8 @@ func (o *ownBlocks) regionBlock(chunks *chunks, frame []byte, free func()) *bloc
 		o.regions[r.id] = r
 	}
 	for {
-		if o.part = max(o.part+1, maxBlocks+1); o.flying[o.part] == nil {
+		o.part = max(o.part+1, maxBlocks+1)
+		if o.flying[o.part] == nil {
 			break
 		}
 	}
@@ -485,7 +486,8 @@ func (l *link) allocate(m *Message, sizes []int) {
 	m.link = l
 	var inline [maxFrames]int
 	for i, n := range sizes {
-		if inline[i] = n; n < SharedBytes || !l.shares() {
+		inline[i] = n
+		if n < SharedBytes || !l.shares() {
 			continue
 		}
 		if b := l.own.takeBlock(n); b != nil {
@@ -525,7 +527,8 @@ func (l *link) passInPlace(m *Message) bool {
 			if m.own == nil {
 				m.own, m.link = make([]*block, len(m.Data)), l
 			}
-			if m.own[i] = b; free != nil {
+			m.own[i] = b
+			if free != nil {
 				left.Add(1)
 			}
 		}
@@ -540,7 +543,8 @@ func (l *link) passInPlace(m *Message) bool {
 		if len(d) < SharedBytes || m.own[i] != nil {
 			continue
 		}
-		if m.own[i] = l.own.takeBlock(len(d)); m.own[i] != nil {
+		m.own[i] = l.own.takeBlock(len(d))
+		if m.own[i] != nil {
 			m.Data[i] = m.own[i].seg.Bytes()[:copy(m.own[i].seg.Bytes(), d)]
 		}
 	}

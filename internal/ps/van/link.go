@@ -545,7 +545,8 @@ func (w *writer) try() bool {
 	}
 	w.batch = w.batch[:0]
 	for f := w.l.next(true); f != nil; f = w.l.next(true) {
-		if w.err = w.addToBatch(f); w.err != nil {
+		w.err = w.addToBatch(f)
+		if w.err != nil {
 			return false
 		}
 		if len(w.batch) >= batchBytes {

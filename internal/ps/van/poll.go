@@ -199,7 +199,8 @@ func (d *descriptor) report(yes bool) {
 		return
 	}
 	d.reports = yes
-	if d.event.Events = 0; yes {
+	d.event.Events = 0
+	if yes {
 		d.event.Events = unix.EPOLLIN
 	}
 	// The instance has the socket, so the system call cannot fail.
@@ -239,7 +240,8 @@ func (d *descriptor) late() bool {
 func (d *descriptor) setReadDeadline(t time.Time) error {
 	d.deadlines.Lock()
 	defer d.deadlines.Unlock()
-	if d.deadline = t; d.woken {
+	d.deadline = t
+	if d.woken {
 		return nil // awake sets it
 	}
 	return d.file.SetReadDeadline(t)
@@ -250,7 +252,8 @@ func (d *descriptor) close() error {
 	_ = d.Control(func(fd uintptr) { _ = unix.Shutdown(int(fd), unix.SHUT_RDWR) })
 	d.mu.Lock()
 	closed := d.closed
-	if d.closed = true; !closed {
+	d.closed = true
+	if !closed {
 		_ = unix.Close(d.fd) // closes the connection even if it reports an error
 	}
 	d.mu.Unlock() // before Close, which waits until the goroutine that reads does not use file

@@ -277,7 +277,8 @@ func TestReturnBeforeAllHaveMet(t *testing.T) {
 		cfg := nodes[8].cfg
 		n, result := startNode(t, cfg)
 		wantStart(t, result)
-		if nodes[8] = n; n.IsRecovery() != recovers {
+		nodes[8] = n
+		if n.IsRecovery() != recovers {
 			t.Errorf("IsRecovery is %v, want %v", n.IsRecovery(), recovers)
 		}
 		for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {

@@ -211,7 +211,8 @@ func (s *scheduler) fill() error {
 	self := s.van.self[0]
 	self.Id = SchedulerID
 	defer close(s.complete)
-	if s.err = s.van.setTable(append(assign(s.nodes), self)); s.err != nil {
+	s.err = s.van.setTable(append(assign(s.nodes), self))
+	if s.err != nil {
 		return s.err
 	}
 	s.started = true
@@ -358,7 +359,8 @@ func (s *scheduler) waitFor(group int, missing []int) {
 		}
 		w.last, w.alone = last, now
 	}
-	if s.waits[group] = w; len(missing) == 0 {
+	s.waits[group] = w
+	if len(missing) == 0 {
 		delete(s.waits, group)
 	}
 }

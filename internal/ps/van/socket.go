@@ -79,7 +79,8 @@ func (s *socket) receive(fd uintptr) bool {
 	for {
 		n, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&s.msg)),
 			unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
-		if c.n, c.errno = int(n), errno; errno != unix.EINTR {
+		c.n, c.errno = int(n), errno
+		if errno != unix.EINTR {
 			return errno != unix.EAGAIN
 		}
 		// The poller would not report again what has arrived already.

@@ -732,7 +732,8 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 		done <- err
 		delete(v.barriers, id)
 	}
-	if v.orphan = left; left {
+	v.orphan = left
+	if left {
 		for id := range v.gone {
 			v.over[id] = true
 		}

@@ -465,7 +465,8 @@ func kill(n *node) {
 // silence.
 func TestSilence(t *testing.T) {
 	nodes := startJob(t, 1, 1, func(c *Config) {
-		if c.HeartbeatTimeout = time.Hour; c.Role == Worker {
+		c.HeartbeatTimeout = time.Hour
+		if c.Role == Worker {
 			c.HeartbeatInterval = 0
 		}
 	})

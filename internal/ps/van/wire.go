@@ -297,7 +297,8 @@ type reader struct {
 // newReader returns a reader that accepts only short messages without frames, until open is called.
 func newReader(from io.Reader) *reader {
 	r := &reader{from: from, limit: maxHelloBytes}
-	if r.sock = newSocket(from); r.sock != nil {
+	r.sock = newSocket(from)
+	if r.sock != nil {
 		r.from = r.sock
 	}
 	r.in = bufio.NewReaderSize(connReader{r}, readerBytes)
@@ -369,7 +370,8 @@ func (r *reader) data(m *Message) error {
 			return fmt.Errorf("malformed message: its frames have more than %d bytes", MaxDataBytes)
 		}
 		left -= f.Bytes
-		if sizes[i] = int(f.Bytes); f.Block != 0 {
+		sizes[i] = int(f.Bytes)
+		if f.Block != 0 {
 			sizes[i] = 0
 		}
 	}

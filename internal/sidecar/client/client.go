@@ -647,7 +647,8 @@ func (c *Client) queueOf(set topo.ProcessSetID) *tensorqueue.Queue {
 	q := c.job.queues[set]
 	if q == nil {
 		q = tensorqueue.New()
-		if c.job.queues[set] = q; c.job.ended {
+		c.job.queues[set] = q
+		if c.job.ended {
 			c.job.close(q)
 		}
 	}

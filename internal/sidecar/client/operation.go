@@ -388,7 +388,8 @@ func (c *Client) results(k *call, a *sidecarpb.Completion) error {
 		return failed
 	}
 	if k.message != nil {
-		if k.message.Source = k.message.Peer; a != nil && k.message.Peer == p2p.AnySource {
+		k.message.Source = k.message.Peer
+		if a != nil && k.message.Peer == p2p.AnySource {
 			k.message.Source = topo.Rank(a.GetSource())
 		}
 		return nil
@@ -443,7 +444,8 @@ func (c *Client) fetch(e *tensorqueue.Entry, at *sidecarpb.Memory) error {
 			Free: &sidecarpb.Free{Arena: at.GetArena(), Offset: at.GetOffset()}}})
 	}
 	if e.Output == nil && e.Allocate != nil {
-		if e.Output = e.Allocate(int(n)); e.Output == nil && n > 0 {
+		e.Output = e.Allocate(int(n))
+		if e.Output == nil && n > 0 {
 			return fmt.Errorf("cannot allocate %d bytes for the result", n)
 		}
 	}
@@ -484,7 +486,8 @@ func (c *Client) place(t *task, p *tensorPlaces) error {
 		p.inMode = empty
 	case t.kind == message.Recv, t.kind == message.Broadcast &&
 		t.entries[0].Request.Root != topo.Rank(c.me.Load()):
-		if p.inMode = asOutput; len(p.out) == 0 {
+		p.inMode = asOutput
+		if len(p.out) == 0 {
 			p.inMode = empty
 		}
 	case same && len(p.out) > 0:

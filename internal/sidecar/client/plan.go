@@ -102,7 +102,8 @@ func (s *plans) give(c *Client, p *plan) {
 	s.count++
 	s.numBytes += p.numBytes
 	p.older, p.newer = s.newest, nil
-	if s.newest = p; p.older != nil {
+	s.newest = p
+	if p.older != nil {
 		p.older.newer = p
 	} else {
 		s.oldest = p
@@ -126,7 +127,8 @@ func (s *plans) remove(p *plan) *plan {
 			break
 		}
 	}
-	if s.idle[p.key] = idle; len(idle) == 0 {
+	s.idle[p.key] = idle
+	if len(idle) == 0 {
 		delete(s.idle, p.key)
 	}
 	s.unlink(p)

@@ -109,7 +109,8 @@ func causeOf(e *sidecarpb.Error, reason string) error {
 	case failure.Stall:
 		s := new(engine.StallError)
 		_, after, found := strings.Cut(reason, s.Error())
-		if s.Reason = after; !found {
+		s.Reason = after
+		if !found {
 			s.Reason = reason
 		}
 		if s.Error() != reason {

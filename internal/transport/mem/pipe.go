@@ -209,7 +209,8 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 		first := &p.queue[p.head]
 		n := copy(b[total:], first.bytes)
 		total += n
-		if first.bytes = first.bytes[n:]; len(first.bytes) == 0 {
+		first.bytes = first.bytes[n:]
+		if len(first.bytes) == 0 {
 			first.bytes = nil
 			p.head++
 		}

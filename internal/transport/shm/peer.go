@@ -90,7 +90,8 @@ func (o *outbox) next() (message, bool) {
 	}
 	m := o.queue[0]
 	o.queue[0] = message{}
-	if o.queue = o.queue[1:]; len(o.queue) == 0 {
+	o.queue = o.queue[1:]
+	if len(o.queue) == 0 {
 		o.queue = nil
 	}
 	return m, true

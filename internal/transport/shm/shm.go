@@ -253,7 +253,8 @@ func groups(hosts []string, unshared func(host string, r topo.Rank) bool) []topo
 	}
 	all := make([]topo.Rank, len(hosts))
 	for r, host := range hosts {
-		if all[r] = lowest[host]; apart[host] {
+		all[r] = lowest[host]
+		if apart[host] {
 			all[r] = topo.Rank(r)
 		}
 	}

@@ -346,7 +346,8 @@ func (c *conn) push(p []byte) {
 // pop removes the first n buffers of queue. The caller holds mu.
 func (c *conn) pop(n int) {
 	clear(c.queue[c.head : c.head+n])
-	if c.head += n; c.head == len(c.queue) {
+	c.head += n
+	if c.head == len(c.queue) {
 		c.queue, c.head = c.queue[:0], 0
 		c.changed.Broadcast()
 	}

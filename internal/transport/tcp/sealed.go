@@ -83,7 +83,8 @@ func (r *recordBuffer) Read(b []byte) (int, error) {
 func (r *recordBuffer) fill(s *socket) bool {
 	if len(r.readAhead) == 0 && r.failed == nil {
 		n, err := s.TryRead(r.room[:])
-		if r.readAhead = r.room[:n]; err != errWouldBlock {
+		r.readAhead = r.room[:n]
+		if err != errWouldBlock {
 			r.failed = err
 		}
 	}

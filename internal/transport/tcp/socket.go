@@ -293,7 +293,8 @@ func (s *socket) setDeadline(own *time.Time, t time.Time, set func(*os.File, tim
 	if s.closed {
 		return net.ErrClosed
 	}
-	if *own = t; s.file != nil {
+	*own = t
+	if s.file != nil {
 		return set(s.file, t)
 	}
 	return nil

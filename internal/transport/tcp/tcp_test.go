@@ -305,7 +305,8 @@ func tryRefusals(t *testing.T, key secret.Secret, timeout time.Duration) error {
 			return fmt.Errorf("%s: %w", c.name, err)
 		}
 		_, _ = over.Write(c.sent) // the other end may close the connection before it has read all bytes
-		if conns[i] = over; c.finish {
+		conns[i] = over
+		if c.finish {
 			if err := raw.(*net.TCPConn).CloseWrite(); err != nil {
 				return fmt.Errorf("%s: %w", c.name, err)
 			}
