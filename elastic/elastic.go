@@ -178,6 +178,10 @@ func (j *Job) exchange(ctx context.Context, from []int) error {
 // every rank must call it equally often. If the ranks of the job change, it returns an error that the
 // training function must return. If a rank dies later, the training goes on with the state of the last
 // commit.
+//
+// While a rank is in hvd.Join, Commit and Check return an error, because that rank saves nothing. If the ranks
+// make different numbers of steps, they join at the end of an epoch, get the state of the rank that has joined
+// last by hvd.Broadcast, and then commit.
 func (j *Job) Commit(ctx context.Context) (err error) {
 	if j.saved, err = j.state.Save(); err != nil {
 		return err
@@ -202,8 +206,12 @@ func (j *Job) Check(ctx context.Context) error {
 // vote waits for all ranks, and returns errChanged in changed if the ranks of the job change.
 func (j *Job) vote(ctx context.Context, saved bool) (changed, err error) {
 	number := []int64{j.commits.Ballot(saved, 0)}
-	all, err := hvd.Allreduce(ctx, number, hvd.Op(hvd.Max), hvd.Name("elastic.vote"))
-	if err == nil && j.commits.Count(all[0]) != 0 {
+	all, err := hvd.Allreduce(ctx, number, hvd.Op(hvd.Sum), hvd.Name("elastic.vote"))
+	if err != nil {
+		return nil, err
+	}
+	changes, err := j.commits.Count(all[0])
+	if changes != 0 {
 		changed = errChanged
 	}
 	return changed, err

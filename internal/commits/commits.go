@@ -39,6 +39,7 @@ type Job struct {
 	// is that of the next one, if this rank has saved it. Other ranks may know that all have saved it.
 	// Commits are numbered from 1; 0 means that there is none.
 	granted, saved int64
+	size           int       // the number of ranks that have joined the generation
 	next           int64     // the number of the commit that all ranks have after Synced
 	failed         bool      // the training has failed since the last Synced
 	stopped        time.Time // when the training has ended since the last Synced, or the zero time
@@ -96,6 +97,7 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	if err != nil {
 		return p, err
 	}
+	j.size = len(all) / numValues
 	newest, anyLoose := int64(0), false
 	for at := all; len(at) > 0; at = at[numValues:] {
 		newest, anyLoose = max(newest, at[holdsGranted]), anyLoose || at[isLoose] == 1
@@ -174,26 +176,58 @@ func (j *Job) Synced(ctx context.Context, c Collectives) error {
 	return j.member.Tell(ctx, e)
 }
 
-// Ballot returns the number of this rank in a vote, which is an operation that gives all ranks the greatest
-// of their numbers. All ranks must vote equally often. saved says that this rank has saved the next commit.
-// asked is what the program takes for changes in a job that is not elastic, or 0.
+// Ballot returns the number of this rank in a vote, which is an operation that gives all ranks the sum of
+// their numbers. All ranks must vote equally often. saved says that this rank has saved the next commit. asked
+// is what the program takes for changes in a job that is not elastic, or 0.
 func (j *Job) Ballot(saved bool, asked elastic.Change) int64 {
-	if saved {
-		j.saved = j.granted + 1
-	}
 	if j.member != nil {
 		asked = j.Pending()
 	}
-	return int64(asked)
+	number := int64(1)
+	if saved {
+		j.saved = j.granted + 1
+		number |= 1 << savedShift
+	}
+	if asked&elastic.Removed != 0 {
+		number |= 1 << removedShift
+	}
+	if asked&elastic.Added != 0 {
+		number |= 1 << addedShift
+	}
+	return number
 }
 
+// The sum of a vote has four numbers of ranks: of those that have voted, have saved, and know of either
+// change.
+const (
+	votedMask    = 1<<16 - 1
+	savedShift   = 16
+	removedShift = 32
+	addedShift   = 48
+)
+
 // Count takes the result of a vote. If this rank had saved a commit, all ranks have saved it now. The result
-// of Count is not 0 if the launcher has changed the ranks, and then the training must end at all ranks.
-func (j *Job) Count(greatest int64) elastic.Change {
+// of Count is not 0 if the launcher has changed the ranks, and then the training must end at all ranks. It
+// returns an error if not all ranks have done the same.
+func (j *Job) Count(sum int64) (elastic.Change, error) {
+	if voted := int(sum & votedMask); voted < j.size {
+		return 0, fmt.Errorf("elastic: %d of %d ranks have voted: a rank that has joined (hvd.Join) saves no commit, so "+
+			"commit only after the join has returned", voted, j.size)
+	}
+	if saved := int(sum >> savedShift & votedMask); saved != 0 && saved < j.size {
+		return 0, fmt.Errorf("elastic: %d of %d ranks have saved a commit: all must, or none", saved, j.size)
+	}
 	if j.saved != 0 {
 		j.granted, j.saved, j.vain = j.saved, 0, 0
 	}
-	return elastic.Change(greatest)
+	var changes elastic.Change
+	if sum>>removedShift&votedMask != 0 {
+		changes |= elastic.Removed
+	}
+	if sum>>addedShift&votedMask != 0 {
+		changes |= elastic.Added
+	}
+	return changes, nil
 }
 
 // Pending returns how the launcher has changed the ranks since this process joined, or 0.

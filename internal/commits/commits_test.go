@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/elastic"
@@ -133,7 +134,7 @@ func TestCommitThatWasNotGranted(t *testing.T) {
 	if err := j.Synced(t.Context(), alone); err != nil {
 		t.Fatal(err)
 	}
-	if changes := j.Count(j.Ballot(true, elastic.Added)); changes != elastic.Added {
+	if changes, err := j.Count(j.Ballot(true, elastic.Added)); err != nil || changes != elastic.Added {
 		t.Fatalf("got %v, want the change that the program has asked for", changes)
 	}
 	if j.Changed(); j.granted != 3 || j.saved != 0 {
@@ -164,4 +165,45 @@ func TestFailed(t *testing.T) {
 	j.Count(j.Ballot(false, 0)) // a check is no commit
 	fail(true)
 	fail(false)
+}
+
+// A vote counts only if all ranks have voted and have done the same. It has the changes of all ranks.
+func TestVotes(t *testing.T) {
+	type ballot struct {
+		saved bool
+		asked elastic.Change
+	}
+	for name, c := range map[string]struct {
+		ballots []ballot
+		want    elastic.Change
+		failure string
+	}{
+		"all save":       {[]ballot{{true, 0}, {true, 0}, {true, 0}}, 0, ""},
+		"none saves":     {[]ballot{{false, elastic.Removed}, {}, {}}, elastic.Removed, ""},
+		"both changes":   {[]ballot{{true, elastic.Removed}, {true, elastic.Added}, {true, elastic.Added}}, 3, ""},
+		"one has joined": {[]ballot{{true, 0}, {true, 0}}, 0, "2 of 3 ranks have voted"},
+		"one does not":   {[]ballot{{true, 0}, {true, 0}, {}}, 0, "2 of 3 ranks have saved"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			j, sum := Job{size: 3, granted: 5}, int64(0)
+			for i, b := range c.ballots {
+				other := Job{granted: 5}
+				if i == 0 {
+					sum += j.Ballot(b.saved, b.asked)
+				} else {
+					sum += other.Ballot(b.saved, b.asked)
+				}
+			}
+			changes, err := j.Count(sum)
+			if c.failure != "" {
+				if err == nil || !strings.Contains(err.Error(), c.failure) || j.granted != 5 {
+					t.Errorf("got %v and commit %d, want %q", err, j.granted, c.failure)
+				}
+				return
+			}
+			if err != nil || changes != c.want {
+				t.Errorf("got %v, %v, want %v", changes, err, c.want)
+			}
+		})
+	}
 }

@@ -121,7 +121,7 @@ func (l *Library) Vote(saved bool, asked elastic.Change, limit time.Duration) (H
 		return 0, errInProgress(op)
 	}
 	v := &vote{training: t, numbers: [2]int64{t.commits.Ballot(saved, asked)}}
-	s := rank.Spec{Kind: uint32(message.Allreduce), Name: "elastic.vote", ReduceOp: uint32(tensor.Max)}
+	s := rank.Spec{Kind: uint32(message.Allreduce), Name: "elastic.vote", ReduceOp: uint32(tensor.Sum)}
 	if v.call, err = l.begin(collectives{l, r}.operation(s, v.numbers[:1], v.numbers[1:])); err != nil {
 		t.using.Unlock()
 		return 0, err
@@ -145,9 +145,9 @@ func (v *vote) take(*Result) error {
 	if v.err != nil {
 		return v.err
 	}
-	changes := v.training.commits.Count(v.numbers[1])
+	changes, err := v.training.commits.Count(v.numbers[1])
 	v.training.note(func(p *Progress) { p.Changes = changes })
-	return nil
+	return err
 }
 
 func errInProgress(op string) error {
