@@ -36,7 +36,8 @@ var errChanged = errors.New("the ranks of the job change: return this error from
 
 // State is the state of the training. All its methods are called by the goroutine that has called Run.
 type State interface {
-	// Save returns a copy of the state. Run does not change it.
+	// Save returns a copy of the state, which Run keeps in memory with the one before. It is called at each
+	// commit, and at rank 0 before the first call of the training function.
 	Save() ([]byte, error)
 	// Restore sets the state to what Save has returned, perhaps at another rank. It must not keep data.
 	Restore(data []byte) error
@@ -62,7 +63,11 @@ type Job struct {
 // and Run returns ErrRemoved. A handler of the program for SIGTERM gets the signal too, and should not make
 // the training fail.
 //
-// In a job that is not elastic, Run calls train once.
+// train may be called several times. In each call hvd.Rank and hvd.Size may differ from those before, and
+// process sets and handles of an earlier call are gone.
+//
+// In a job that is not elastic, Run calls train once, with the state of rank 0. Commit and Check work there
+// too, but the failure of a rank is an error of Run.
 func Run(ctx context.Context, state State, train func(ctx context.Context, job *Job) error,
 	opts ...hvd.InitOption) error {
 	defer rank.LeaveOnSIGTERM()()
@@ -179,9 +184,9 @@ func (j *Job) exchange(ctx context.Context, from []int) error {
 // training function must return. If a rank dies later, the training goes on with the state of the last
 // commit.
 //
-// While a rank is in hvd.Join, Commit and Check return an error, because that rank saves nothing. If the ranks
-// make different numbers of steps, they join at the end of an epoch, get the state of the rank that has joined
-// last by hvd.Broadcast, and then commit.
+// While a rank is in hvd.Join, Commit and Check return an error, because that rank saves nothing. If the
+// ranks make different numbers of steps, they join at the end of an epoch, get the state of the rank that has
+// joined last by hvd.Broadcast, and then commit.
 func (j *Job) Commit(ctx context.Context) (err error) {
 	if j.saved, err = j.state.Save(); err != nil {
 		return err

@@ -212,13 +212,15 @@ func (o *operation) await(ctx context.Context) {
 	}
 }
 
-// Handle is an operation in flight with a result of type R. R is struct{} if the operation has no result.
+// Handle is an operation in flight with a result of type R. R is struct{} if the operation has no result. The
+// arguments of the call belong to the engine until the operation is done.
 type Handle[R any] struct {
 	operation
 	result R // set before the operation is done
 }
 
-// Wait waits for the operation and returns its result. If the operation is a group and some of its tensors
+// Wait waits for the operation and returns its result. Further calls return the same. If ctx ends first, Wait
+// returns a *PendingError, and the operation goes on. If the operation is a group and some of its tensors
 // failed, Wait returns the error of the failed tensor that comes first in the call.
 func (h *Handle[R]) Wait(ctx context.Context) (R, error) {
 	if err := h.wait(ctx, h); err != nil {

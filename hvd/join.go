@@ -10,17 +10,19 @@ import (
 )
 
 // Join declares that this rank has no more tensors, while other ranks may still have some. Until all ranks
-// have joined, this rank takes part in the allreduces of the other ranks with neutral elements: 0 for sums, 1
-// for products, the smallest value for Max, the largest for Min. When all ranks have joined, Join returns the
-// rank that joined last. Tensors that this rank submitted before Join still count with their data. Until the
+// have joined, this rank takes part in the allreduces and reduces of the other ranks with neutral elements: 0
+// for sums, 1 for products, the smallest value for Max, the largest for Min. It takes part in their barriers
+// too. When all ranks have joined, Join returns the rank that joined last, which is the same at all ranks.
+// This rank gets no results of these operations: after a Join, programs broadcast the model from the rank
+// that joined last. Tensors that this rank submitted before Join still count with their data. Until the
 // program has observed that the join is done, this rank must not submit other operations on the process set:
 // they fail with a *UsageError.
 //
-// While some ranks have joined and others have not, Average still divides by the number of all ranks, and
-// AverageActive divides by the number of ranks that have not joined. While this rank has joined, an
-// allgather, broadcast, alltoall, reducescatter, gather or scatter of the other ranks fails with a
-// *MismatchError, unless this rank has passed Empty to Join. An operation whose root has joined always fails,
-// and so do additions and removals of process sets.
+// While some ranks have joined and others have not, Average still divides by the number of all ranks.
+// AverageActive divides by the number of ranks that have not joined, which is what training needs. While this
+// rank has joined, an allgather, broadcast, alltoall, reducescatter, gather or scatter of the other ranks
+// fails with a *MismatchError, unless this rank has passed Empty to Join. An operation whose root has joined
+// always fails, and so do additions and removals of process sets.
 func Join(ctx context.Context, opts ...JoinOption) (last int, err error) {
 	h, err := join(opts)
 	return await(ctx, h, err)

@@ -84,7 +84,8 @@ func allreduceTensor[T Element](o *tensorOp[T, []T], c call, i int, x []T) error
 }
 
 // Allgather concatenates the tensors of all ranks along the first dimension, in rank order. The first
-// dimension may differ between ranks. The other dimensions and the type must be equal.
+// dimension may differ between ranks. The other dimensions and the type must be equal. The result does not
+// tell how many rows each rank has contributed; those of Gather and Alltoall do.
 //
 // Each rank sends about as many bytes as the other ranks contribute together.
 func Allgather[T Element](ctx context.Context, x []T, opts ...MoveOption) ([]T, error) {
@@ -349,7 +350,7 @@ func scatter[T Element](x []T, splits []int, root int, opts []GatherOption) (*Ha
 	})
 }
 
-// Barrier waits until every rank has called Barrier.
+// Barrier waits until every rank has called Barrier or has joined.
 func Barrier(ctx context.Context, opts ...BarrierOption) error {
 	h, err := barrier(opts)
 	_, err = await(ctx, h, err)

@@ -18,7 +18,7 @@ type Element interface {
 }
 
 // Float16 is an IEEE 754 floating-point number of 16 bits. Go has no arithmetic for it: convert it with
-// Float16FromFloat32 and the method Float32.
+// Float16FromFloat32 and the method Float32 (package half).
 type Float16 = half.Float16
 
 // BFloat16 is a floating-point number of 16 bits. It has the exponent of a float32 and 8 bits of precision.
@@ -40,7 +40,8 @@ func (op ReduceOp) String() string { return tensor.ReduceOp(op).String() }
 
 // The reductions. Sums and products of integers wrap around on overflow.
 const (
-	// Average is the sum divided by the number of ranks, truncated toward zero for integers.
+	// Average is the sum divided by the number of ranks, truncated toward zero for integers. The sum of
+	// integers wraps around before the division.
 	Average ReduceOp = iota + 1
 	// Sum is the sum of the elements.
 	Sum
@@ -283,7 +284,9 @@ func Postscale(f float64) ReductionOption { return ReductionOption{kind: rank.Op
 // CompressFP16 sends the elements of an allreduce as float16. By default, elements are not compressed. The
 // elements must be of type float32 or float64, so that half or a quarter of the bytes are sent. They keep 11
 // bits of precision, and values above 65504 become infinite. Each rank scales its argument and then rounds it
-// once. Sums are computed in float32 and rounded once.
+// once. Sums are computed in float32 and rounded once, before the division of an average. So if a sum may be
+// above 65504, use Op(Sum) and Prescale(1/n) for n ranks. For other operations than an allreduce, convert the
+// elements to Float16 or BFloat16.
 func CompressFP16() CompressionOption { return CompressionOption{wire: tensor.Float16} }
 
 // CompressBF16 is like CompressFP16, but sends bfloat16, with 8 bits of precision and the range of float32.
@@ -302,8 +305,8 @@ func Empty() EmptyOption { return EmptyOption{set: true} }
 
 // Timeout limits the time from the submission of the operation to its completion. d must be positive. If the
 // operation takes longer, the job fails at all ranks with a *PeerError, because no rank can distinguish a
-// late rank from one that will never submit. The default is HVD_OPERATION_TIMEOUT_SECONDS, which by default
-// sets no limit. A Join has no limit by default.
+// late rank from one that will never submit. A context of a call limits only the wait. The default is
+// HVD_OPERATION_TIMEOUT_SECONDS, which by default sets no limit. A Join has no limit by default.
 func Timeout(d time.Duration) AnyOption { return AnyOption{kind: rank.OptTimeout, timeout: d} }
 
 // Over runs the operation among the members of set, and on the engine of set. The default is all ranks. This

@@ -73,7 +73,8 @@ func GlobalProcessSet() *ProcessSet {
 
 // AddProcessSet makes a process set of the given ranks, which may be in any order. All ranks of the job must
 // call it with the same ranks, including ranks that will not be members. It returns when all ranks have
-// called it. If a set of these ranks exists already, it fails with a *MismatchError. It is a *UsageError if
+// called it. If a set of these ranks exists already, which may be that of all ranks, it fails with a
+// *MismatchError. It is a *UsageError if
 // there are no ranks, if one is not in the job or given twice, or if HOROVOD_DYNAMIC_PROCESS_SETS is 0. The
 // options MembersOnly and Name apply, and Over does not.
 //

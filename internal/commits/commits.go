@@ -211,8 +211,8 @@ const (
 // returns an error if not all ranks have done the same.
 func (j *Job) Count(sum int64) (elastic.Change, error) {
 	if voted := int(sum & votedMask); voted < j.size {
-		return 0, fmt.Errorf("elastic: %d of %d ranks have voted: a rank that has joined (hvd.Join) saves no commit, "+
-			"so commit only after the join has returned", voted, j.size)
+		return 0, fmt.Errorf("elastic: %d of %d ranks have voted: a rank that has joined (hvd.Join) saves no "+
+			"commit, so commit only after the join has returned", voted, j.size)
 	}
 	if saved := int(sum >> savedShift & votedMask); saved != 0 && saved < j.size {
 		return 0, fmt.Errorf("elastic: %d of %d ranks have saved a commit: all must, or none", saved, j.size)
