@@ -177,8 +177,8 @@ func (j *Job) Synced(ctx context.Context, c Collectives) error {
 }
 
 // Ballot returns the number of this rank in a vote, which is an operation that gives all ranks the sum of
-// their numbers. All ranks must vote equally often. saved says that this rank has saved the next commit. asked
-// is what the program takes for changes in a job that is not elastic, or 0.
+// their numbers. All ranks must vote equally often. saved says that this rank has saved the next commit.
+// asked is what the program takes for changes in a job that is not elastic, or 0.
 func (j *Job) Ballot(saved bool, asked elastic.Change) int64 {
 	if j.member != nil {
 		asked = j.Pending()
