@@ -24,8 +24,9 @@ type terminal struct {
 	socket string
 }
 
-// openTerminal runs hvdrun top in a terminal of the given size. xdg is its XDG_RUNTIME_DIR, and env another
-// variable. If tmux is missing, it skips the test. In CI, which has it, it fails the test instead.
+// openTerminal runs hvdrun top in a terminal of the given size. xdg is its XDG_RUNTIME_DIR and TMPDIR, so it
+// finds no job of another test. env is another variable. If tmux is missing, openTerminal skips the test. In
+// CI, which has it, it fails the test instead.
 func openTerminal(t testing.TB, width, height int, xdg, env string) *terminal {
 	t.Helper()
 	if _, err := exec.LookPath("tmux"); err != nil {
@@ -45,7 +46,7 @@ func openTerminal(t testing.TB, width, height int, xdg, env string) *terminal {
 		_ = os.RemoveAll(dir)
 	})
 	m.tmux("-f", "/dev/null", "new-session", "-d", "-x", strconv.Itoa(width), "-y", strconv.Itoa(height),
-		fmt.Sprintf("env XDG_RUNTIME_DIR=%s %s %s top; echo status $?; cat", xdg, env, hvdrunPath))
+		fmt.Sprintf("env XDG_RUNTIME_DIR=%[1]s TMPDIR=%[1]s %[2]s %[3]s top; echo status $?; cat", xdg, env, hvdrunPath))
 	return m
 }
 
@@ -186,7 +187,7 @@ func TestTopWithoutATerminal(t *testing.T) {
 	j, xdg, end := stepsJob(t)
 	top := func(args ...string) (lines *bufio.Reader, wait func() int) {
 		cmd := exec.CommandContext(t.Context(), hvdrunPath, append([]string{"top"}, args...)...)
-		cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+xdg)
+		cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+xdg, "TMPDIR="+xdg)
 		out, err := cmd.StdoutPipe()
 		if err == nil {
 			err = cmd.Start()
@@ -267,7 +268,7 @@ func TestTopOfAKilledHvdrun(t *testing.T) {
 	t.Parallel()
 	j, xdg, _ := stepsJob(t)
 	cmd := exec.CommandContext(t.Context(), hvdrunPath, "top")
-	cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+xdg)
+	cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+xdg, "TMPDIR="+xdg)
 	out, err := cmd.StdoutPipe()
 	if err == nil {
 		err = cmd.Start()
