@@ -42,7 +42,8 @@ wheels = list(folder.glob("gohvd-*.whl"))
 assert wheels, folder
 for wheel in wheels:
     check(wheel, "gohvd/", "false",
-          {"gohvd-horovod=={}; extra == 'horovod'", "numpy>=1.21; extra == 'numpy'", "torch>=1.13; extra == 'torch'"},
+          {"gohvd-horovod=={}; extra == 'horovod'", "numpy>=1.21; extra == 'numpy'", "pyspark>=4.0; extra == 'spark'",
+           "ray[train]>=2.60; extra == 'ray'", "torch>=1.13; extra == 'torch'"},
           {*BIN, *OTHERS, "gohvd/__init__.py", "gohvd/torch/__init__.py", "gohvd/py.typed"})
     machine = re.fullmatch(r"gohvd-.*-py3-none-manylinux_2_17_(.*)\.manylinux2014_\1\.whl", wheel.name).group(1)
     shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", wheel], stdout=subprocess.PIPE, text=True, check=True)
