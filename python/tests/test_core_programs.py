@@ -24,6 +24,22 @@ class Programs(unittest.TestCase):
         ignored = shutil.ignore_patterns("bin", "__pycache__")
         shutil.copytree(os.path.dirname(gohvd.__file__), self.package, ignore=ignored)
 
+    def test_store_with_a_child(self) -> None:
+        """Closing the store of a job does not wait for a child of the program that has a copy of its pipe."""
+        script = """
+            import os, signal
+            from gohvd import _meeting
+            store = _meeting.Store("127.0.0.1")
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            store.close()
+            print(store._process.returncode)
+            os.kill(child, signal.SIGKILL)
+        """
+        ran = programs.run(script)
+        self.assertEqual(ran.stdout, "0\n", ran.stderr)
+
     def make(self, path: pathlib.Path) -> str:
         """Makes a program that prints its name, arguments and process ID, and returns its path."""
         path.parent.mkdir(exist_ok=True)
