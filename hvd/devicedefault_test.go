@@ -52,3 +52,16 @@ func TestDeviceDefault(t *testing.T) {
 		})
 	}
 }
+
+// TestDeviceDefaultStartsLate checks that Init does not look for devices if no setting asks for NCCL, so that
+// the program can set CUDA_VISIBLE_DEVICES afterwards.
+func TestDeviceDefaultStartsLate(t *testing.T) {
+	t.Setenv("STANDIN_CUDA_NO_DEVICE", "100")
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		t.Setenv("STANDIN_CUDA_NO_DEVICE", "0")
+		d := openDevice(t, 0)
+		defer d.stream.Close()
+		x := d.buffer(1, 2)
+		d.want("the sum", x, cuda.Allreduce(ctx, x, x, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)), 1, 2)
+	}, "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY", testcuda.CUDA())
+}

@@ -27,11 +27,12 @@ func openDevice(p negotiated, library string) (path, func() error, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	if r.Devices == 0 {
-		return nil, nil, errors.New("this host has no CUDA device")
+	n, err := r.Count()
+	if err != nil {
+		return nil, nil, fmt.Errorf("this host has no CUDA device: %w", err)
 	}
 	d := &devicePath{negotiated: p}
-	if d.device, err = r.Device(p.LocalRank() % r.Devices); err == nil {
+	if d.device, err = r.Device(p.LocalRank() % n); err == nil {
 		d.stream, err = d.device.NewStream()
 	}
 	if err != nil {

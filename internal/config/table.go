@@ -468,7 +468,7 @@ var settings = []Setting{
 	{
 		Name: "HOROVOD_GPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
 		Key:       "gpu_operations",
-		Otherwise: "nccl if all ranks have its library and a device, and none otherwise",
+		Otherwise: "nccl if all ranks have its library and a driver for CUDA, and none otherwise",
 		Doc: "backend for tensors on CUDA devices. With none, operations on such tensors fail. With nccl, " +
 			"all ranks use NCCL; this needs a build with NCCL, and the libraries and a device at every rank. " +
 			"With host, tensors are copied through host memory, which is slow and needs all of this but NCCL's " +

@@ -215,11 +215,15 @@ func openDevice(t *testing.T, me topo.Rank, size int) *onDevice {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if l.Count() < size {
+	n, err := l.Count()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n < size {
 		testcuda.ShareDevice(t, int(me))
 	}
 	m := &onDevice{t: t, library: l, placed: make(map[*testcluster.Op]*placed)}
-	if m.device, err = l.CUDA.Device((int(me) + 1) % l.Count()); err == nil {
+	if m.device, err = l.CUDA.Device((int(me) + 1) % n); err == nil {
 		m.in, err = m.device.NewStream()
 	}
 	if err == nil {

@@ -151,6 +151,7 @@ static int gohvdDestroyEvent(functions *f, void *context, void *event) {
 import "C"
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -186,40 +187,42 @@ type Runtime struct {
 	// Version and DriverVersion are 1000 times the major plus 10 times the minor version. DriverVersion is
 	// the newest version that the driver supports, or 0 if there is no driver.
 	Version, DriverVersion int
-	// Devices is the number of devices of this host that the process may use. If it is 0, NoDevice says why.
-	Devices  int
-	NoDevice error
-	f        *C.functions
+	f                      *C.functions
 	// batch is cudaMemcpyBatchAsync, or nil if the runtime or the driver is older than CUDA 12.8, or if the
 	// runtime is so new that its parameters are not known.
 	batch unsafe.Pointer
+
+	// count counts the devices at its first call.
+	count func() (int, error)
 
 	mu       sync.Mutex
 	contexts map[C.int]unsafe.Pointer // the primary contexts of the devices that the process uses
 }
 
-// Load opens the CUDA runtime and counts the devices, for which CUDA must start its driver in this process. A
-// host without devices is no error.
-func Load(path string) (*Runtime, error) {
-	r, err := Open(path)
+// Count returns the number of devices of this host that the process may use. If it is 0, the error says why.
+// CUDA starts its driver in this process when Count or Device is called for the first time. From then on,
+// CUDA_VISIBLE_DEVICES has no effect, and a process that is forked cannot use CUDA.
+func (r *Runtime) Count() (int, error) { return r.count() }
+
+// countDevices implements Count. It also loads the functions of the driver, which a host without devices may
+// not have.
+func (r *Runtime) countDevices() (int, error) {
 	var n C.int
-	if err != nil {
-		return nil, err
+	if err := r.check("cudaGetDeviceCount", C.gohvdCount(r.f, &n)); err != nil {
+		return 0, err
 	}
-	r.NoDevice = r.check("cudaGetDeviceCount", C.gohvdCount(r.f, &n))
-	if r.NoDevice != nil || n == 0 {
-		return r, nil
+	if n == 0 {
+		return 0, errors.New("cuda: cudaGetDeviceCount has counted 0 devices")
 	}
 	driver, err := OpenLibrary("libcuda.so.1")
 	if err != nil {
-		return nil, err
+		return 0, err
 	}
 	table := r.table()[len(functions):]
 	if missing := driver.Symbols(table, driverFunctions); len(missing) > 0 {
-		return nil, fmt.Errorf("cuda: %s lacks %s", driver.File, strings.Join(missing, ", "))
+		return 0, fmt.Errorf("cuda: %s lacks %s", driver.File, strings.Join(missing, ", "))
 	}
-	r.Devices = int(n)
-	return r, nil
+	return int(n), nil
 }
 
 // table returns the places of the functions.
@@ -227,10 +230,10 @@ func (r *Runtime) table() []unsafe.Pointer {
 	return unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(r.f)), len(functions)+len(driverFunctions))
 }
 
-// Open loads the CUDA runtime from the file at path. If path is "", it loads what this process or its
+// Load loads the CUDA runtime from the file at path. If path is "", it loads what this process or its
 // packages of pip use (Places), or else what the dynamic loader finds. It returns an error if the library
-// lacks a function that this package needs.
-func Open(path string) (*Runtime, error) {
+// lacks a function that this package needs. A host without devices or without a driver is no error.
+func Load(path string) (*Runtime, error) {
 	names := []string{path}
 	if path == "" {
 		names = Candidates("libcudart.so.1?*", "libcudart.so", "libcudart.so.13", "libcudart.so.12",
@@ -241,6 +244,7 @@ func Open(path string) (*Runtime, error) {
 		return nil, err
 	}
 	r := &Runtime{Library: l, f: new(C.functions), contexts: make(map[C.int]unsafe.Pointer)}
+	r.count = sync.OnceValues(r.countDevices)
 	if missing := l.Symbols(r.table(), functions); len(missing) > 0 {
 		return nil, fmt.Errorf("cuda: %s lacks %s", l.File, strings.Join(missing, ", "))
 	}
@@ -253,6 +257,19 @@ func Open(path string) (*Runtime, error) {
 		l.Symbols(unsafe.Slice(&r.batch, 1), []string{batchFunction})
 	}
 	return r, nil
+}
+
+// CheckDriver returns an error if there is no driver, or one that is too old for the runtime.
+func (r *Runtime) CheckDriver() error {
+	switch {
+	case r.DriverVersion == 0:
+		return errors.New("cuda: this host has no driver for CUDA")
+	case r.DriverVersion/1000 < r.Version/1000:
+		return fmt.Errorf("cuda: %s has version %s, but the driver supports CUDA only up to %s: install a newer "+
+			"driver or an older runtime (HVD_CUDART_LIBRARY)", r.Library.File, VersionText(r.Version),
+			VersionText(r.DriverVersion))
+	}
+	return nil
 }
 
 // VersionText formats the number of a version of CUDA.
@@ -277,9 +294,12 @@ type Device struct {
 // Device returns the device with the given index. The process then has its primary context, the one that the
 // CUDA runtime and so PyTorch use, until it ends.
 func (r *Runtime) Device(index int) (*Device, error) {
-	if index < 0 || index >= r.Devices {
-		return nil, fmt.Errorf("cuda: got device %d, want a number below %d, the number of devices", index,
-			r.Devices)
+	n, err := r.Count()
+	if err != nil {
+		return nil, err
+	}
+	if index < 0 || index >= n {
+		return nil, fmt.Errorf("cuda: got device %d, want a number below %d, the number of devices", index, n)
 	}
 	d := &Device{r, C.int(index), nil}
 	r.mu.Lock()

@@ -421,8 +421,9 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 const gpuFile = "/dev/nvidiactl"
 
 // offerDevices loads NCCL if no setting says how operations on CUDA devices run, so that it is used if all
-// ranks have it. It returns the entry of the rank's capabilities that says so. It starts no driver of CUDA on
-// a host without GPUs, unless the settings name NCCL's file.
+// ranks have it. It returns the entry of the rank's capabilities that says so. CUDA's driver starts in this
+// process only at the first operation on a device, because the program may set CUDA_VISIBLE_DEVICES after Init,
+// or fork processes that use CUDA.
 func (r *Rank) offerDevices(cfg *config.Config, o *Options) map[string]string {
 	if cfg.Given("HOROVOD_GPU_OPERATIONS") || !cfg.GPU.Use(config.GPUNone) {
 		return nil
@@ -457,14 +458,16 @@ func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) 
 	switch {
 	case cfg.GPU.Use(config.GPUNCCL):
 		if r.nccl == nil {
-			r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary)
+			if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err == nil {
+				_, err = r.nccl.Count()
+			}
 		}
 		if err != nil {
 			return fmt.Errorf("%s: %w", cfg.GPUChoice(config.GPUNCCL), err)
 		}
 		r.Devices = r.nccl.Devices
 		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
-			Device:       r.Place.LocalRank % r.nccl.Count(),
+			Device:       r.Place.LocalRank,
 			Host:         tcp.Within(ecfg.Mesh, transport.DeviceLane, tcp.Config{}),
 			StartTimeout: cfg.StartTimeout, Streams: cfg.NCCLStreams, Deterministic: cfg.Deterministic,
 			InHost: inHost(&cfg.GPU),

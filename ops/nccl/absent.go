@@ -19,8 +19,8 @@ func Find(path, cudaPath string, devices bool) cuda.Found { return cuda.Found{} 
 // Register panics. It cannot be called, because Load returns no Library.
 func (l *Library) Register(Config) ops.Registration { panic("nccl: not built") }
 
-// Count returns 0.
-func (l *Library) Count() int { return 0 }
+// Count returns cuda.ErrNotBuilt.
+func (l *Library) Count() (int, error) { return 0, cuda.ErrNotBuilt }
 
 // Fail does nothing.
 func (l *Library) Fail(error) {}

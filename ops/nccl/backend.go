@@ -240,7 +240,11 @@ func (b *backend) run(ctx context.Context) (*flight, error) {
 func (b *backend) choose() error {
 	index, ok := b.part.Devices[b.me].CUDA()
 	if !ok {
-		index = b.cfg.Device
+		n, err := b.library.Count()
+		if err != nil {
+			return err
+		}
+		index = b.cfg.Device % n
 	}
 	b.comm = nil
 	d, err := b.library.device(place{index, b.stream}, b.cfg.Streams)

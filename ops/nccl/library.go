@@ -153,8 +153,8 @@ type Library struct {
 }
 
 // Load loads NCCL from the file at path, or from where this process finds it if path is "" (cuda.Places), and
-// likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14 or if the host has
-// no CUDA device.
+// likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14, or if the driver is
+// too old for the runtime. It does not look for devices (cuda.Runtime.Count).
 func Load(path, cudaPath string) (*Library, error) {
 	runtime, err := cuda.Load(cudaPath)
 	if err != nil {
@@ -164,13 +164,8 @@ func Load(path, cudaPath string) (*Library, error) {
 	if err != nil {
 		return nil, err
 	}
-	if runtime.Devices == 0 {
-		err := fmt.Errorf("nccl: %s has version %s, but this host has no CUDA device that the process may use",
-			l.File, versionText(l.Version))
-		if runtime.NoDevice != nil {
-			err = fmt.Errorf("%w: %w", err, runtime.NoDevice)
-		}
-		return nil, err
+	if err := runtime.CheckDriver(); err != nil {
+		return nil, fmt.Errorf("nccl: %w", err)
 	}
 	l.CUDA, l.Devices = runtime, cuda.NewDevices(runtime)
 	return l, nil
@@ -208,19 +203,16 @@ func open(path string) (*Library, error) {
 // CUDA starts its driver in this process. A process that is forked afterwards cannot use CUDA.
 func Find(path, cudaPath string, devices bool) cuda.Found {
 	found := cuda.Found{Built: true}
-	load := cuda.Open
-	if devices {
-		load = cuda.Load
-	}
-	if r, err := load(cudaPath); err != nil {
+	if r, err := cuda.Load(cudaPath); err != nil {
 		found.CUDA.Error = err.Error()
 	} else {
 		found.CUDA = cuda.FoundLibrary{File: r.Library.File, Code: r.Version,
 			Version: cuda.VersionText(r.Version)}
-		if r.NoDevice != nil {
-			found.NoDevice = r.NoDevice.Error()
+		if devices {
+			if found.Devices, err = r.Count(); err != nil {
+				found.NoDevice = err.Error()
+			}
 		}
-		found.Devices = r.Devices
 		if r.DriverVersion > 0 {
 			found.Driver = cuda.VersionText(r.DriverVersion)
 		}
@@ -236,8 +228,16 @@ func Find(path, cudaPath string, devices bool) cuda.Found {
 	return found
 }
 
-// Count returns the number of devices of this host that the process may use.
-func (l *Library) Count() int { return l.CUDA.Devices }
+// Count returns the number of devices of this host that the process may use, at least 1. CUDA starts its driver
+// in this process then (cuda.Runtime.Count).
+func (l *Library) Count() (int, error) {
+	n, err := l.CUDA.Count()
+	if err != nil {
+		return 0, fmt.Errorf("nccl: %s has version %s, but this host has no CUDA device that the process may use: %w",
+			l.File, versionText(l.Version), err)
+	}
+	return n, nil
+}
 
 // versionText formats the code of a version, which is different before NCCL 2.9.
 func versionText(v int) string {

@@ -457,17 +457,30 @@ func TestPlan(t *testing.T) {
 	}
 }
 
+// TestLateDevices checks that Load does not look for devices, so that a program can set CUDA_VISIBLE_DEVICES
+// after Init.
+func TestLateDevices(t *testing.T) {
+	l := load(t, 3)
+	t.Setenv("STANDIN_CUDA_DEVICES", "1")
+	if n, err := l.Count(); n != 1 || err != nil {
+		t.Errorf("got %d devices and %v, want 1", n, err)
+	}
+}
+
 func TestLoadFails(t *testing.T) {
 	_, err := nccl.Load(testcuda.OldNCCL(), testcuda.CUDA())
 	testnet.WantError(t, err, "has version 2.23.4, want at least 2.14: it lacks ncclGetLastError, "+
 		"ncclCommInitRankConfig, ncclRedOpCreatePreMulSum, ncclRedOpDestroy")
 	_, err = nccl.Load("", "/no/such/libcudart.so")
 	testnet.WantError(t, err, "no library could be loaded")
-	t.Setenv("STANDIN_CUDA_DEVICES", "0")
+	t.Setenv("STANDIN_CUDA_DRIVER", "11080")
 	_, err = nccl.Load(testcuda.NCCL(), testcuda.CUDA())
+	testnet.WantError(t, err, "has version 12.8, but the driver supports CUDA only up to 11.8")
+	t.Setenv("STANDIN_CUDA_DRIVER", "12000")
+	_, err = load(t, 0).Count()
 	testnet.WantError(t, err, "has version 2.23.4, but this host has no CUDA device")
 	t.Setenv("STANDIN_CUDA_NO_DEVICE", "802")
-	_, err = nccl.Load(testcuda.NCCL(), testcuda.CUDA())
+	_, err = load(t, 0).Count()
 	testnet.WantError(t, err, "no CUDA device", "cudaGetDeviceCount: system not yet initialized "+
 		"(cudaErrorSystemNotReady, 802)")
 	if found := nccl.Find(testcuda.NCCL(), testcuda.CUDA(), true); !strings.Contains(found.NoDevice, "802") {

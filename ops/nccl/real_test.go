@@ -42,8 +42,11 @@ func TestRealLibraries(t *testing.T) {
 			t.Errorf("CUDA %s lacks %v", found.CUDA.Version, missing)
 		}
 	}
-	if _, err := nccl.Load(*realNCCL, *realCUDA); (err == nil) != (found.Devices > 0) ||
-		err != nil && !strings.Contains(err.Error(), "this host has no CUDA device") {
+	l, err := nccl.Load(*realNCCL, *realCUDA)
+	if err == nil {
+		_, err = l.Count()
+	}
+	if (err == nil) != (found.Devices > 0) || err != nil && !strings.Contains(err.Error(), "this host has no ") {
 		t.Errorf("got %v from a host with %d devices", err, found.Devices)
 	}
 }
