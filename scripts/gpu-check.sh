@@ -81,11 +81,11 @@ figures() {
 export -f job killed
 export programs python work
 
-# packaged prints the path of a library in one of PyPI's packages of NVIDIA, which torch brings, if there is one.
+# packaged prints the newest file of a library in PyPI's packages of NVIDIA, which torch brings, if there is one.
 packaged() { # PATTERN
-	"$python" -c 'import glob, sys; print(*sorted(f for d in sys.path for f in glob.glob(d + "/nvidia/*/lib/" + sys.argv[1]))[:1])' "$1"
+	"$python" -c 'import glob, os, sys; print(*sorted((f for d in sys.path for f in glob.glob(d + "/nvidia/*/lib/" + sys.argv[1])), key=os.path.basename)[-1:])' "$1"
 }
-: "${HVD_NCCL_LIBRARY:=$(packaged 'libnccl.so.2')}" "${HVD_CUDART_LIBRARY:=$(packaged 'libcudart.so.*')}"
+: "${HVD_NCCL_LIBRARY:=$(packaged 'libnccl.so.2*')}" "${HVD_CUDART_LIBRARY:=$(packaged 'libcudart.so.1?*')}"
 export HVD_NCCL_LIBRARY HVD_CUDART_LIBRARY
 
 # Which libraries are found.

@@ -15,9 +15,9 @@ mkdir -p "$out" "$programs/libraries" && tar -xzf "${PROGRAMS:-bin/gpu.tgz}" -C 
 
 # packaged prints the newest file of a library in PyPI's packages of NVIDIA.
 packaged() {
-	"$python" -c 'import glob, sys; print(*sorted(f for d in sys.path for f in glob.glob(d + "/nvidia/*/lib/" + sys.argv[1]))[-1:])' "$1"
+	"$python" -c 'import glob, os, sys; print(*sorted((f for d in sys.path for f in glob.glob(d + "/nvidia/*/lib/" + sys.argv[1])), key=os.path.basename)[-1:])' "$1"
 }
-: "${HVD_NCCL_LIBRARY:=$(packaged libnccl.so.2)}" "${HVD_CUDART_LIBRARY:=$(packaged 'libcudart.so.1?')}"
+: "${HVD_NCCL_LIBRARY:=$(packaged 'libnccl.so.2*')}" "${HVD_CUDART_LIBRARY:=$(packaged 'libcudart.so.1?*')}"
 ln -s "$HVD_NCCL_LIBRARY" "$programs/libraries/libnccl.so.2"
 ln -s "$HVD_CUDART_LIBRARY" "$programs/libraries/libcudart.so.12"
 export HVD_NCCL_LIBRARY HVD_CUDART_LIBRARY GOHVD_TEST_STANDINS=$programs/libraries HVD_LIBRARY=$programs/libgohvd.so

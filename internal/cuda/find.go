@@ -31,7 +31,9 @@ func Places(maps io.Reader, pattern string) []string {
 	slices.Sort(sites)
 	for _, site := range slices.Compact(sites) {
 		packaged, _ := filepath.Glob(filepath.Join(site, "nvidia/*/lib", pattern))
-		slices.Reverse(packaged) // the newest version first
+		slices.SortStableFunc(packaged, func(a, b string) int { // the newest version first
+			return strings.Compare(filepath.Base(b), filepath.Base(a))
+		})
 		mapped = append(mapped, packaged...)
 	}
 	seen := make(map[string]bool)

@@ -40,6 +40,7 @@ func TestPlaces(t *testing.T) {
 		{other + line("/opt/libnccl.so.2") + line("/opt/libnccl.so.2") + torch, "libnccl.so.2",
 			[]string{"/opt/libnccl.so.2", nccl}},
 		{torch + line(cudart12), "libcudart.so.1?", []string{cudart12, cudart13}},
+		{torch, "libcudart.so.1?", []string{cudart13, cudart12}},
 	} {
 		got := cuda.Places(strings.NewReader(c.maps), c.pattern)
 		if len(got) != len(c.want) || !slices.Equal(got, c.want) {

@@ -17,6 +17,7 @@ static const char *gohvdFile(void *handle) {
 import "C"
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -45,22 +46,33 @@ func Candidates(pattern string, names ...string) []string {
 	return append(Places(maps, pattern), names...)
 }
 
-// OpenLibrary loads the first of the libraries that the dynamic loader finds. A name that contains a slash is
-// the path of a file.
-func OpenLibrary(names ...string) (*Library, error) {
-	runtime.LockOSThread() // dlerror returns the last error of the thread
-	defer runtime.UnlockOSThread()
+// OpenLibrary loads the libraries with the given names, one after the other, until try returns nil for one. A
+// name that contains a slash is the path of a file. Otherwise the error has those of all names.
+func OpenLibrary(try func(*Library) error, names ...string) error {
 	var failures []string
 	for _, name := range names {
-		text := C.CString(name)
-		handle := C.dlopen(text, C.RTLD_NOW|C.RTLD_LOCAL)
-		C.free(unsafe.Pointer(text))
-		if handle != nil {
-			return &Library{File: C.GoString(C.gohvdFile(handle)), handle: handle}, nil
+		l, err := open(name)
+		if err == nil {
+			err = try(l)
 		}
-		failures = append(failures, C.GoString(C.dlerror()))
+		if err == nil {
+			return nil
+		}
+		failures = append(failures, err.Error())
 	}
-	return nil, fmt.Errorf("cuda: no library could be loaded: %s", strings.Join(failures, "; "))
+	return fmt.Errorf("no library could be loaded: %s", strings.Join(failures, "; "))
+}
+
+func open(name string) (*Library, error) {
+	runtime.LockOSThread() // dlerror returns the last error of the thread
+	defer runtime.UnlockOSThread()
+	text := C.CString(name)
+	defer C.free(unsafe.Pointer(text))
+	handle := C.dlopen(text, C.RTLD_NOW|C.RTLD_LOCAL)
+	if handle == nil {
+		return nil, errors.New(C.GoString(C.dlerror()))
+	}
+	return &Library{File: C.GoString(C.gohvdFile(handle)), handle: handle}, nil
 }
 
 // Symbols stores the addresses of the named functions in table, which has an element for each name. It stores
@@ -75,4 +87,12 @@ func (l *Library) Symbols(table []unsafe.Pointer, names []string) (missing []str
 		C.free(unsafe.Pointer(text))
 	}
 	return missing
+}
+
+// load does the same as Symbols, and returns an error if the library lacks a function.
+func (l *Library) load(table []unsafe.Pointer, names []string) error {
+	if missing := l.Symbols(table, names); len(missing) > 0 {
+		return fmt.Errorf("%s lacks %s", l.File, strings.Join(missing, ", "))
+	}
+	return nil
 }

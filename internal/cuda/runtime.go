@@ -155,7 +155,6 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
-	"strings"
 	"sync"
 	"unsafe"
 )
@@ -214,13 +213,11 @@ func (r *Runtime) countDevices() (int, error) {
 	if n == 0 {
 		return 0, errors.New("cuda: cudaGetDeviceCount has counted 0 devices")
 	}
-	driver, err := OpenLibrary("libcuda.so.1")
+	err := OpenLibrary(func(driver *Library) error {
+		return driver.load(r.table()[len(functions):], driverFunctions)
+	}, "libcuda.so.1")
 	if err != nil {
-		return 0, err
-	}
-	table := r.table()[len(functions):]
-	if missing := driver.Symbols(table, driverFunctions); len(missing) > 0 {
-		return 0, fmt.Errorf("cuda: %s lacks %s", driver.File, strings.Join(missing, ", "))
+		return 0, fmt.Errorf("cuda: %w", err)
 	}
 	return int(n), nil
 }
@@ -231,22 +228,40 @@ func (r *Runtime) table() []unsafe.Pointer {
 }
 
 // Load loads the CUDA runtime from the file at path. If path is "", it loads what this process or its
-// packages of pip use (Places), or else what the dynamic loader finds. It returns an error if the library
-// lacks a function that this package needs. A host without devices or without a driver is no error.
+// packages of pip use (Places), or else what the dynamic loader finds, and of several runtimes the first one
+// for which the driver is new enough. It returns an error if the library lacks a function that this package
+// needs. A host without devices or without a driver is no error.
 func Load(path string) (*Runtime, error) {
 	names := []string{path}
 	if path == "" {
 		names = Candidates("libcudart.so.1?*", "libcudart.so", "libcudart.so.13", "libcudart.so.12",
 			"libcudart.so.11.0")
 	}
-	l, err := OpenLibrary(names...)
-	if err != nil {
-		return nil, err
+	var first, found *Runtime
+	err := OpenLibrary(func(l *Library) (err error) {
+		if found, err = newRuntime(l); err != nil {
+			return err
+		}
+		if first == nil {
+			first = found
+		}
+		return found.CheckDriver()
+	}, names...)
+	switch {
+	case err == nil:
+		return found, nil
+	case first != nil:
+		return first, nil
 	}
+	return nil, fmt.Errorf("cuda: %w", err)
+}
+
+// newRuntime returns the runtime in l.
+func newRuntime(l *Library) (*Runtime, error) {
 	r := &Runtime{Library: l, f: new(C.functions), contexts: make(map[C.int]unsafe.Pointer)}
 	r.count = sync.OnceValues(r.countDevices)
-	if missing := l.Symbols(r.table(), functions); len(missing) > 0 {
-		return nil, fmt.Errorf("cuda: %s lacks %s", l.File, strings.Join(missing, ", "))
+	if err := l.load(r.table(), functions); err != nil {
+		return nil, err
 	}
 	var version, driver C.int
 	if err := r.check("cudaRuntimeGetVersion", C.gohvdVersions(r.f, &version, &driver)); err != nil {

@@ -135,6 +135,28 @@ func TestLoadFails(t *testing.T) {
 	testnet.WantError(t, err, "libm.so.6 lacks cudaGetDeviceCount, ")
 }
 
+// TestSearch checks that the search for a library goes on after one that cannot be used.
+func TestSearch(t *testing.T) {
+	tried := 0
+	names := []string{"/no/such/library.so", "libm.so.6", testcuda.CUDA()}
+	err := cuda.OpenLibrary(func(l *cuda.Library) error {
+		if tried++; l.File != testcuda.CUDA() {
+			return errors.New("not the runtime")
+		}
+		return nil
+	}, names...)
+	if err != nil || tried != 2 {
+		t.Errorf("got %v after %d libraries, want 2", err, tried)
+	}
+	err = cuda.OpenLibrary(func(*cuda.Library) error { return errors.New("refused") }, names...)
+	testnet.WantError(t, err, "/no/such/library.so: cannot open", "; refused; refused")
+	t.Setenv("STANDIN_CUDA_DRIVER", "11080")
+	r, err := cuda.Load("") // the stand-in, which this process has loaded
+	if err != nil || r.Library.File != testcuda.CUDA() || r.CheckDriver() == nil {
+		t.Errorf("got %+v and %v, want the only runtime, although the driver is too old", r, err)
+	}
+}
+
 // TestViolations runs this test again in processes that misuse the runtime, and expects that the stand-in
 // ends them.
 func TestViolations(t *testing.T) {

@@ -171,18 +171,35 @@ func Load(path, cudaPath string) (*Library, error) {
 	return l, nil
 }
 
-// open loads NCCL from the file at path, or from where this process finds it if path is "". If NCCL is too
-// old, open returns an error and a Library with only its file and its version.
+// open loads NCCL from the file at path, or the first one that is new enough from where this process finds it
+// if path is "". If all are too old, open returns an error and a Library with only the file and the version of
+// the first.
 func open(path string) (*Library, error) {
 	names := []string{path}
 	if path == "" {
 		names = cuda.Candidates("libnccl.so.2*", "libnccl.so.2")
 	}
-	file, err := cuda.OpenLibrary(names...)
-	if err != nil {
-		return new(Library), fmt.Errorf("nccl: %w", err)
+	var found *Library
+	var tooOld error
+	old := new(Library)
+	err := cuda.OpenLibrary(func(file *cuda.Library) (err error) {
+		if found, err = newLibrary(file); err != nil && old.File == "" {
+			old, tooOld = found, err
+		}
+		return err
+	}, names...)
+	switch {
+	case err == nil:
+		return found, nil
+	case tooOld != nil:
+		return old, tooOld
 	}
-	l := &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
+	return old, fmt.Errorf("nccl: %w", err)
+}
+
+// newLibrary returns the NCCL in the file, also if it is too old.
+func newLibrary(file *cuda.Library) (l *Library, err error) {
+	l = &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
 		devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
 	l.turn.L = &l.mu
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
