@@ -142,14 +142,24 @@ func TestBatchFails(t *testing.T) {
 }
 
 // TestCapture checks that a stream that is being captured for a graph is refused, instead of waiting for an
-// event that is a part of the graph.
+// event that is a part of the graph, and that other calls go on while it is captured.
 func TestCapture(t *testing.T) {
 	r, on := load(t)
 	d := cuda.NewDevices(r)
+	other := must[*cuda.Stream](t)(on.NewStream())
 	t.Setenv("STANDIN_CUDA_CAPTURE", "1")
 	s := must[*cuda.Stream](t)(on.NewStream())
 	_, err := d.Mark(1, s.Handle())
 	testnet.WantError(t, err, "is being captured for a CUDA graph", "submit them outside of the capture")
+	memory, host := must[[]byte](t)(on.Alloc(8)), must[[]byte](t)(on.AllocHost(8))
+	e := must[*cuda.Event](t)(d.Mark(1, other.Handle()))
+	if err := cuda.Poll(t.Context(), e.Query); err != nil {
+		t.Error(err)
+	}
+	d.Release(e)
+	if err := errors.Join(on.Free(memory), on.FreeHost(host), s.Close(), other.Close(), d.Close()); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestLatest checks that of the events on a stream only the last one is kept, also if the events are in

@@ -33,6 +33,7 @@ typedef struct {
 	int (*eventRecord)(void *, void *);
 	int (*eventQuery)(void *);
 	int (*eventDestroy)(void *);
+	int (*threadExchangeStreamCaptureMode)(int *);
 	int (*primaryCtxRetain)(void **, int);
 	int (*ctxPushCurrent)(void *);
 	int (*ctxPopCurrent)(void **);
@@ -53,12 +54,18 @@ typedef int batch13(void *const *, const void *const *, const size_t *, size_t, 
 // ON calls a function of the runtime with the given context of a device as the current one of the thread.
 // Afterwards the thread has its old context again, or none. cudaSetDevice cannot do that: in a thread without
 // a context it would have to return to device 0, and would make a context there. An error is cleared, so that
-// it does not appear in a later call of the program.
+// it does not appear in a later call of the program. If another thread captures a stream for a graph, CUDA would
+// refuse calls such as cudaEventQuery and cudaMalloc, and invalidate the capture. In the capture mode 2 (relaxed)
+// of the calling thread it does neither.
 #define ON(context, call) \
-	int code = f->ctxPushCurrent(context); \
+	int mode = 2, code = f->ctxPushCurrent(context); \
 	if (code != 0) \
 		return code; \
-	code = (call); \
+	code = f->threadExchangeStreamCaptureMode(&mode); \
+	if (code == 0) { \
+		code = (call); \
+		f->threadExchangeStreamCaptureMode(&mode); \
+	} \
 	if (code != 0) \
 		f->getLastError(); \
 	f->ctxPopCurrent(&context); \
@@ -77,9 +84,17 @@ static int gohvdProcessors(functions *f, int device, int *n) {
 static int gohvdRetain(functions *f, int device, void **context) {
 	return f->primaryCtxRetain(context, device);
 }
-static int gohvdPush(functions *f, void *context) { return f->ctxPushCurrent(context); }
-static void gohvdPop(functions *f) {
+// gohvdPush does for the calls until gohvdPop what ON does for one call. It returns the capture mode before.
+typedef struct { int code, mode; } pushed;
+static pushed gohvdPush(functions *f, void *context) {
+	pushed p = {f->ctxPushCurrent(context), 2};
+	if (p.code == 0)
+		f->threadExchangeStreamCaptureMode(&p.mode);
+	return p;
+}
+static void gohvdPop(functions *f, int mode) {
 	void *context;
+	f->threadExchangeStreamCaptureMode(&mode);
 	f->ctxPopCurrent(&context);
 }
 static int gohvdFree(functions *f, void *context, void *p) { ON(context, f->free(p)); }
@@ -168,7 +183,7 @@ var functions = []string{
 	"cudaDeviceGetStreamPriorityRange", "cudaStreamCreateWithPriority", "cudaStreamDestroy",
 	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaStreamIsCapturing",
 	"cudaEventCreateWithFlags", "cudaEventRecord",
-	"cudaEventQuery", "cudaEventDestroy",
+	"cudaEventQuery", "cudaEventDestroy", "cudaThreadExchangeStreamCaptureMode",
 }
 
 // driverFunctions are the names of the functions of libcuda in C's struct.
@@ -333,15 +348,16 @@ func (r *Runtime) Device(index int) (*Device, error) {
 // Index returns the index of the device.
 func (d *Device) Index() int { return int(d.index) }
 
-// Use calls f with the device as the current device of the thread. Afterwards the thread has its old device
-// again.
+// Use calls f with the device as the current device of the thread, and as the methods that call CUDA do if a
+// stream is being captured. Afterwards the thread has its old device again.
 func (d *Device) Use(f func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	if err := d.check("cuCtxPushCurrent", C.gohvdPush(d.runtime.f, d.context)); err != nil {
+	before := C.gohvdPush(d.runtime.f, d.context)
+	if err := d.check("cuCtxPushCurrent", before.code); err != nil {
 		return err
 	}
-	defer C.gohvdPop(d.runtime.f)
+	defer C.gohvdPop(d.runtime.f, before.mode)
 	return f()
 }
 

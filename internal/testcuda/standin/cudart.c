@@ -19,7 +19,8 @@
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
 //	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
 //	                           file exists
-//	STANDIN_CUDA_CAPTURE       with 1, a stream that is made is being captured, so that work on it is a violation
+//	STANDIN_CUDA_CAPTURE       with 1, a stream that is made is being captured, so that work on it is a violation,
+//	                           and unsafe calls of threads that have not relaxed their capture mode fail
 //	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
 //	STANDIN_CUDA_PROCESSORS    number of multiprocessors of each device (default 132)
 #define _GNU_SOURCE
@@ -37,7 +38,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600 };
+enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600, captureUnsupported = 900 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -70,6 +71,19 @@ int cudaGetDevice(int *device) {
 	return success;
 }
 
+static int captures;             // the number of streams that are being captured
+static __thread int captureMode;    // of the calling thread: 0 is global, 2 relaxed
+
+int cudaThreadExchangeStreamCaptureMode(int *mode) {
+	int before = captureMode;
+	captureMode = *mode;
+	*mode = before;
+	return success;
+}
+
+// refused reports whether CUDA refuses an unsafe call, because another thread may be capturing a stream.
+static int refused(void) { return captureMode != 2 && __atomic_load_n(&captures, __ATOMIC_ACQUIRE) > 0; }
+
 int cudaGetLastError(void) {
 	int code = last;
 	last = success;
@@ -86,6 +100,7 @@ const char *cudaGetErrorName(int code) {
 	case invalidDevice: return "cudaErrorInvalidDevice";
 	case notReady: return "cudaErrorNotReady";
 	case 802: return "cudaErrorSystemNotReady";
+	case captureUnsupported: return "cudaErrorStreamCaptureUnsupported";
 	}
 	return "unrecognized error code";
 }
@@ -100,6 +115,7 @@ const char *cudaGetErrorString(int code) {
 	case invalidDevice: return "invalid device ordinal";
 	case notReady: return "device not ready";
 	case 802: return "system not yet initialized";
+	case captureUnsupported: return "operation not permitted when stream is capturing";
 	}
 	return "unrecognized error code";
 }
@@ -207,6 +223,8 @@ static void unmap(struct block *b) {
 
 int cudaMalloc(void **p, size_t n) {
 	*p = NULL;
+	if (refused())
+		return result(captureUnsupported);
 	if (n == 0)
 		return success;
 	size_t page = 4096, size = (n + page - 1) / page * page;
@@ -231,6 +249,8 @@ static void synchronizeAll(int device);
 
 int cudaFree(void *p) {
 	standin_current("cudaFree");
+	if (refused())
+		return result(captureUnsupported);
 	if (!p)
 		return success;
 	pthread_mutex_lock(&lock);
@@ -277,12 +297,16 @@ int cudaPointerGetAttributes(struct pointerAttributes *a, const void *p) {
 int cudaHostAlloc(void **p, size_t n, unsigned flags) {
 	(void)flags;
 	standin_current("cudaHostAlloc");
+	if (refused())
+		return result(captureUnsupported);
 	*p = malloc(n);
 	return result(*p ? success : outOfMemory);
 }
 
 int cudaFreeHost(void *p) {
 	standin_current("cudaFreeHost");
+	if (refused())
+		return result(captureUnsupported);
 	free(p);
 	return success;
 }
@@ -371,6 +395,7 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	s->device = standin_current("cudaStreamCreateWithFlags");
 	s->end = &s->first;
 	s->capturing = standin_setting("STANDIN_CUDA_CAPTURE", 0) != 0;
+	__atomic_add_fetch(&captures, s->capturing, __ATOMIC_ACQ_REL);
 	s->delay = (useconds_t)standin_setting("STANDIN_CUDA_DELAY_US", 200);
 	const char *hold = getenv("STANDIN_CUDA_HOLD");
 	s->hold = hold && *hold ? strdup(hold) : NULL;
@@ -408,6 +433,7 @@ int cudaStreamDestroy(void *stream) {
 	struct stream *s = checked(stream, "cudaStreamDestroy");
 	pthread_mutex_lock(&s->lock);
 	s->closing = 1;
+	__atomic_sub_fetch(&captures, s->capturing, __ATOMIC_ACQ_REL);
 	pthread_cond_broadcast(&s->changed);
 	pthread_mutex_unlock(&s->lock);
 	pthread_detach(s->thread); // it ends when the work of the stream has ended
@@ -741,7 +767,10 @@ static int ended(struct event *e) {
 }
 
 int cudaEventQuery(void *event) {
-	return ended(checkedEvent(event, "cudaEventQuery")) ? success : result(notReady);
+	struct event *e = checkedEvent(event, "cudaEventQuery");
+	if (refused())
+		return result(captureUnsupported);
+	return ended(e) ? success : result(notReady);
 }
 
 int cudaEventSynchronize(void *event) {

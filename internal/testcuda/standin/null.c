@@ -26,6 +26,7 @@ int cudaStreamDestroy(void) { return 0; }
 int cudaStreamSynchronize(void) { return 0; }
 int cudaStreamWaitEvent(void) { return 0; }
 int cudaStreamIsCapturing(void *s, int *status) { return (void)s, *status = 0; }
+int cudaThreadExchangeStreamCaptureMode(int *mode) { return *mode = 0; }
 int cudaEventCreateWithFlags(void **e, unsigned flags) { return (void)flags, *e = &thing, 0; }
 int cudaEventRecord(void) { return 0; }
 int cudaEventQuery(void) { return 0; }
