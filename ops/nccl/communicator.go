@@ -121,12 +121,19 @@ func (c *communicator) abort() {
 		defer func() { <-c.busy }()
 	case <-time.After(stuckCall):
 	}
-	c.library.abort(c)
+	c.end(c.library.abort)
 }
 
 // destroy ends the communicator, which has no work left. It may wait for the other ranks. It must be called
 // once, and not besides abort.
 func (c *communicator) destroy() {
 	defer close(c.ended)
-	c.library.destroy(c)
+	c.end(c.library.destroy)
+}
+
+// end calls f with the device of the communicator as the current one. In a thread without a device, NCCL would
+// return to device 0 afterwards, and make a context there. If Use fails, the process has lost the context of the
+// device, and with it the communicator.
+func (c *communicator) end(f func(*communicator)) {
+	_ = c.stream.Device.Use(func() error { f(c); return nil })
 }

@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"os/exec"
 	"slices"
 	"testing"
 	"time"
@@ -13,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -185,6 +188,48 @@ func TestCloseAfterFailure(t *testing.T) {
 	all[0].library.EndTimeout = time.Hour
 	all[0].library.Fail(errors.New("rank 1 failed"))
 	all[0].backend.Close()
+}
+
+// TestContexts checks that a communicator is ended without a context on another device than its own, whether it
+// is destroyed or aborted. Each way runs in a process of its own, because contexts are never given back.
+func TestContexts(t *testing.T) {
+	const variable = "END_OF_COMMUNICATOR"
+	if way := os.Getenv(variable); way != "" {
+		l := load(t, 2)
+		b, err := l.Register(nccl.Config{StartTimeout: time.Minute,
+			Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+				return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
+			}}).New(0, []topo.Rank{0}, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
+			Op: tensor.Sum, Scaling: ops.Scaling{Pre: 1, Post: 1}, Tensors: []ops.Tensor{{}},
+			Device: &ops.DevicePart{Devices: []tensor.Device{tensor.CUDA(1)}}})
+		if err != nil {
+			t.Error(err)
+		}
+		if way == "abort" {
+			l.Fail(errors.New("the job has failed"))
+		}
+		b.Close()
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+		return
+	}
+	for _, way := range []string{"destroy", "abort"} {
+		calls := testcuda.Calls(t)
+		cmd := exec.Command(os.Args[0], "-test.run", "TestContexts$")
+		cmd.Env = append(os.Environ(), variable+"="+way)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%s: %v: %s", way, err, out)
+		}
+		if calls("context 0") != 0 || calls("context 1") != 1 {
+			t.Errorf("%s: got %d contexts on device 0 and %d on device 1, want 0 and 1", way, calls("context 0"),
+				calls("context 1"))
+		}
+	}
 }
 
 // TestBufferGrows checks that a larger buffer for packed tensors does not wait for other work of the device,

@@ -39,6 +39,7 @@
 #include <unistd.h>
 
 int cudaGetDevice(int *device);
+int cudaSetDevice(int device);
 int cudaDeviceGetPCIBusId(char *text, int len, int device);
 int cudaDeviceGetAttribute(int *value, int attribute, int device);
 int cudaPointerGetAttributes(void *attributes, const void *p);
@@ -243,6 +244,16 @@ static int newComm(void **comm, int n, const char *name, int rank, struct comm *
 	return success;
 }
 
+// switchTo makes a device the current one of the thread, unless it is, and returns the one before. So NCCL makes
+// the context of device 0 if it ends a communicator of another device in a thread without a context.
+static int switchTo(int device) {
+	int before;
+	cudaGetDevice(&before);
+	if (before != device)
+		cudaSetDevice(device);
+	return before;
+}
+
 static void forget(struct comm *c) {
 	pthread_mutex_lock(&lock);
 	for (struct comm **at = &comms; *at; at = &(*at)->next)
@@ -331,10 +342,12 @@ int ncclCommCuDevice(void *comm, int *device) {
 
 int ncclCommDestroy(void *comm) {
 	struct comm *c = enter(comm, "ncclCommDestroy");
+	int before = switchTo(c->device);
 	__atomic_store_n(&c->region->members[c->rank].left, 1, __ATOMIC_RELEASE);
 	while (!left(c) && !__atomic_load_n(&c->region->aborted, __ATOMIC_ACQUIRE))
 		pause_();
 	forget(c);
+	switchTo(before);
 	return success;
 }
 
@@ -347,6 +360,7 @@ static int isIdle(int device) {
 
 int ncclCommAbort(void *comm) {
 	struct comm *c = checked(comm, "ncclCommAbort");
+	int before = switchTo(c->device);
 	c->abortedAt = now();
 	if (__atomic_exchange_n(&c->aborting, 1, __ATOMIC_ACQ_REL))
 		standin_violation("ncclCommAbort: the communicator was aborted before");
@@ -360,6 +374,7 @@ int ncclCommAbort(void *comm) {
 		standin_unlock_driver(c->device);
 	}
 	forget(c);
+	switchTo(before);
 	return success; // its work on the device may go on for a while
 }
 
