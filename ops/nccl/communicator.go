@@ -5,7 +5,6 @@ package nccl
 import (
 	"context"
 	"slices"
-	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -25,7 +24,7 @@ type communicator struct {
 	rank, n int
 	devices []tensor.Device // of its ranks
 	busy    chan struct{}   // has an element while a thread calls NCCL
-	aborted atomic.Bool     // set before ncclCommAbort is called
+	aborted chan struct{}   // closed before ncclCommAbort is called
 	ended   chan struct{}   // closed when NCCL has ended the communicator
 }
 
@@ -39,7 +38,7 @@ const stuckCall = 100 * time.Millisecond
 func (l *Library) join(ctx context.Context, id *[idBytes]byte, n, rank int, d *device) (*communicator,
 	error) {
 	c := &communicator{library: l, stream: d.stream, rank: rank, n: n, busy: make(chan struct{}, 1),
-		ended: make(chan struct{})}
+		aborted: make(chan struct{}), ended: make(chan struct{})}
 	made := make(chan error, 1)
 	of := *id
 	go func() {
@@ -54,7 +53,7 @@ func (l *Library) join(ctx context.Context, id *[idBytes]byte, n, rank int, d *d
 	case <-ctx.Done():
 		go func() {
 			if <-made == nil {
-				c.aborted.Store(true)
+				close(c.aborted)
 				c.abort()
 			}
 		}()
@@ -67,7 +66,7 @@ func (l *Library) keep(c *communicator) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.err != nil {
-		c.aborted.Store(true)
+		close(c.aborted)
 		go c.abort()
 		return l.afterFailure()
 	}
@@ -80,14 +79,28 @@ func (l *Library) forget(c *communicator) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.comms = slices.DeleteFunc(l.comms, func(o *communicator) bool { return o == c })
-	return !c.aborted.Load()
+	return !c.isAborted()
 }
 
-// use calls f, which calls NCCL, unless the communicator was aborted.
+func (c *communicator) isAborted() bool {
+	select {
+	case <-c.aborted:
+		return true
+	default:
+		return false
+	}
+}
+
+// use calls f, which calls NCCL, unless the communicator was aborted. It does not wait for an abort that is
+// stuck.
 func (c *communicator) use(f func() error) error {
-	c.busy <- struct{}{}
+	select {
+	case c.busy <- struct{}{}:
+	case <-c.aborted:
+		return c.library.failure()
+	}
 	defer func() { <-c.busy }()
-	if c.aborted.Load() {
+	if c.isAborted() {
 		return c.library.failure()
 	}
 	return f()
@@ -96,7 +109,7 @@ func (c *communicator) use(f func() error) error {
 // failure returns the error that the communicator reports, or nil. It does not ask while another thread uses
 // the communicator.
 func (c *communicator) failure() error {
-	if c.aborted.Load() {
+	if c.isAborted() {
 		return c.library.failure()
 	}
 	select {
@@ -105,7 +118,7 @@ func (c *communicator) failure() error {
 		return nil
 	}
 	defer func() { <-c.busy }()
-	if c.aborted.Load() {
+	if c.isAborted() {
 		return c.library.failure()
 	}
 	return c.library.asyncError(c)

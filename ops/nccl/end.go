@@ -52,7 +52,7 @@ func (l *Library) Fail(err error) {
 	l.err, l.failedAt = err, time.Now()
 	l.turn.Broadcast()
 	for _, c := range l.comms {
-		c.aborted.Store(true)
+		close(c.aborted)
 		go c.abort() // Close waits for it
 	}
 	l.comms = nil

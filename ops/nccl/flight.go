@@ -50,7 +50,7 @@ func (f *flight) isDone() (bool, error) {
 		f.activities = slices.Delete(f.activities, 0, 1)
 	}
 	done, err := f.done.Query()
-	if err == nil && (!done || f.comm.aborted.Load()) { // an abort may be why it has ended
+	if err == nil && (!done || f.comm.isAborted()) { // an abort may be why it has ended
 		err = f.comm.failure()
 	}
 	return done && err == nil, err
