@@ -29,8 +29,9 @@ type communicator struct {
 }
 
 // stuckCall is how long abort waits for a call of another thread, which an abort in its middle may free the
-// memory of.
-const stuckCall = 100 * time.Millisecond
+// memory of. It is less than Library.EndTimeout, and more than the first operation of a communicator takes,
+// because NCCL 2.22 and newer connect the ranks then.
+const stuckCall = 2500 * time.Millisecond
 
 // join makes a communicator of n ranks for the stream of d. NCCL connects the ranks in a goroutine, because
 // it cannot be interrupted. If ctx ends first, join returns the cause, and the goroutine aborts the
