@@ -158,14 +158,23 @@ func (l *Library) Close() error {
 		fmt.Errorf("its work has not ended in %v", l.EndTimeout))
 	defer cancel()
 	var errs []error
-	for _, d := range l.devices {
-		d.close()
-		err := l.await(ctx, d, nil)
-		if err == nil {
-			err = d.release()
-		}
+	add := func(d *device, err error) {
 		if err != nil {
 			errs = append(errs, fmt.Errorf("nccl: device %d: %w", d.Index(), err))
+		}
+	}
+	// A device with several streams is released only if all have ended, because freeing memory waits for them.
+	inUse := make(map[int]bool)
+	for _, d := range l.devices {
+		d.close()
+		if err := l.await(ctx, d, nil); err != nil && !inUse[d.Index()] {
+			inUse[d.Index()] = true
+			add(d, err)
+		}
+	}
+	for _, d := range l.devices {
+		if !inUse[d.Index()] {
+			add(d, d.release())
 		}
 	}
 	clear(l.devices)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"testing"
 	"time"
@@ -83,6 +84,19 @@ func (follower) Launched() {}
 
 func (f follower) Ended(err error) { f <- err }
 
+// backendOf returns the backend of a process set that has only rank 0. Each device has two streams.
+func backendOf(t *testing.T, l *nccl.Library, set topo.ProcessSetID) ops.Backend {
+	t.Helper()
+	b, err := l.Register(nccl.Config{Streams: 2, StartTimeout: time.Minute,
+		Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+			return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
+		}}).New(set, []topo.Rank{0}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
 // TestAbortOfAllSets checks that a failure aborts the communicators of all process sets at once. Up to NCCL
 // 2.21, ncclCommAbort waits for the work of all communicators on the device, so it does not return before the
 // others are aborted too.
@@ -95,19 +109,12 @@ func TestAbortOfAllSets(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	register := l.Register(nccl.Config{Streams: 2, StartTimeout: time.Minute,
-		Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-			return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
-		}})
 	gaveUp := errors.New("the caller gave up")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	var backends []ops.Backend
 	ended := make(chan error, 2)
 	for set := range 2 {
-		b, err := register.New(topo.ProcessSetID(set), []topo.Rank{0}, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		b := backendOf(t, l, topo.ProcessSetID(set))
 		backends = append(backends, b)
 		buf, err := d.Alloc(8)
 		if err != nil {
@@ -144,6 +151,66 @@ func TestAbortOfAllSets(t *testing.T) {
 		b.Close()
 	}
 	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestCloseWithWork checks that Close does not free memory of a device if one of its streams still has work. It
+// would wait for this work.
+func TestCloseWithWork(t *testing.T) {
+	const device = 5 // no other test uses it, because memory of it is not freed
+	l := load(t, device+1)
+	d, err := l.CUDA.Device(device)
+	if err != nil {
+		t.Fatal(err)
+	}
+	buf, err := d.Alloc(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	held := filepath.Join(t.TempDir(), "held")
+	ended := make(chan error, 2)
+	for set := range 2 {
+		b := backendOf(t, l, topo.ProcessSetID(set))
+		defer b.Close()
+		if set == 1 {
+			t.Setenv("STANDIN_CUDA_HOLD", held)
+		}
+		// Two tensors need the memory that Close frees.
+		err := b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+			Scaling: ops.Scaling{Pre: 1, Post: 1},
+			Tensors: []ops.Tensor{{In: buf[:4], Out: buf[:4]}, {In: buf[4:], Out: buf[4:]}},
+			Device: &ops.DevicePart{Devices: []tensor.Device{tensor.CUDA(device)}, Order: uint64(set),
+				Follower: follower(ended)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p, err := b.Step(t.Context(), true); p != ops.Launched || err != nil {
+			t.Fatalf("got %v and %v, want Launched", p, err)
+		}
+		if set == 0 {
+			if err := <-ended; err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	l.EndTimeout = 100 * time.Millisecond
+	l.Fail(errors.New("the job has failed"))
+	if _, inUse := errors.AsType[*ops.InUseError](<-ended); !inUse {
+		t.Error("the operation has ended")
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- l.Close() }()
+	select {
+	case err := <-closed:
+		testnet.WantError(t, err, "device 5: its work has not ended in 100ms")
+	case <-time.After(time.Minute):
+		t.Error("Close waits for the work")
+	}
+	if err := os.WriteFile(held, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Free(buf); err != nil { // waits for the work
 		t.Error(err)
 	}
 }
@@ -196,14 +263,8 @@ func TestContexts(t *testing.T) {
 	const variable = "END_OF_COMMUNICATOR"
 	if way := os.Getenv(variable); way != "" {
 		l := load(t, 2)
-		b, err := l.Register(nccl.Config{StartTimeout: time.Minute,
-			Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-				return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
-			}}).New(0, []topo.Rank{0}, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		err = ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
+		b := backendOf(t, l, 0)
+		err := ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
 			Op: tensor.Sum, Scaling: ops.Scaling{Pre: 1, Post: 1}, Tensors: []ops.Tensor{{}},
 			Device: &ops.DevicePart{Devices: []tensor.Device{tensor.CUDA(1)}}})
 		if err != nil {
@@ -273,11 +334,7 @@ func TestBufferWithoutRoom(t *testing.T) {
 func TestRefusedOrder(t *testing.T) {
 	all := cluster(t, 1)
 	m, refusal := all[0], errors.New("the rank cannot run it")
-	other, err := m.library.Register(nccl.Config{Host: func(topo.ProcessSetID, []topo.Rank,
-		int) (ops.Backend, error) {
-		return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
-	}}).New(1, []topo.Rank{0}, 0)
-	m.check(err)
+	other := backendOf(t, m.library, 1)
 	defer other.Close()
 	op := ops.Operation{Kind: message.Broadcast, Device: &ops.DevicePart{Devices: m.devices, Err: refusal}}
 	if err := other.Start(op); !errors.Is(err, refusal) {
@@ -285,7 +342,7 @@ func TestRefusedOrder(t *testing.T) {
 	}
 	m.order = 1
 	buf := m.alloc(4)
-	err = m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+	err := m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
 		Tensors: []ops.Tensor{{In: buf, Out: buf}}})
 	testnet.WantError(t, err, "after an earlier failure: ops/nccl: broadcast: the rank cannot run it")
 }
