@@ -157,7 +157,8 @@ func TestCapture(t *testing.T) {
 		t.Error(err)
 	}
 	d.Release(e)
-	if err := errors.Join(on.Free(memory), on.FreeHost(host), s.Close(), other.Close(), d.Close()); err != nil {
+	err = errors.Join(on.Free(memory), on.FreeHost(host), s.Close(), other.Close(), d.Close())
+	if err != nil {
 		t.Error(err)
 	}
 }

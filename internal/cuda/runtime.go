@@ -54,9 +54,9 @@ typedef int batch13(void *const *, const void *const *, const size_t *, size_t, 
 // ON calls a function of the runtime with the given context of a device as the current one of the thread.
 // Afterwards the thread has its old context again, or none. cudaSetDevice cannot do that: in a thread without
 // a context it would have to return to device 0, and would make a context there. An error is cleared, so that
-// it does not appear in a later call of the program. If another thread captures a stream for a graph, CUDA would
-// refuse calls such as cudaEventQuery and cudaMalloc, and invalidate the capture. In the capture mode 2 (relaxed)
-// of the calling thread it does neither.
+// it does not appear in a later call of the program. If another thread captures a stream for a graph, CUDA
+// would refuse calls such as cudaEventQuery and cudaMalloc, and invalidate the capture. In the capture mode 2
+// (relaxed) of the calling thread it does neither.
 #define ON(context, call) \
 	int mode = 2, code = f->ctxPushCurrent(context); \
 	if (code != 0) \
@@ -295,8 +295,8 @@ func (r *Runtime) CheckDriver() error {
 	case r.DriverVersion == 0:
 		return errors.New("cuda: this host has no driver for CUDA")
 	case r.DriverVersion/1000 < r.Version/1000:
-		return fmt.Errorf("cuda: %s has version %s, but the driver supports CUDA only up to %s: install a newer "+
-			"driver or an older runtime (HVD_CUDART_LIBRARY)", r.Library.File, VersionText(r.Version),
+		return fmt.Errorf("cuda: %s has version %s, but the driver supports CUDA only up to %s: install a "+
+			"newer driver or an older runtime (HVD_CUDART_LIBRARY)", r.Library.File, VersionText(r.Version),
 			VersionText(r.DriverVersion))
 	}
 	return nil

@@ -52,8 +52,8 @@ func TestDevice(t *testing.T) {
 	r, d := load(t)
 	n, err := r.Count()
 	if err != nil || n != 4 || r.Version != 12080 || r.DriverVersion != 12080 {
-		t.Errorf("got %d devices, versions %d and %d, want 4, 12080 and 12080: %v", n, r.Version, r.DriverVersion,
-			err)
+		t.Errorf("got %d devices, versions %d and %d, want 4, 12080 and 12080: %v", n, r.Version,
+			r.DriverVersion, err)
 	}
 	_, err = r.Device(4)
 	testnet.WantError(t, err, "cuda: got device 4, want a number below 4, the number of devices")

@@ -422,8 +422,8 @@ const gpuFile = "/dev/nvidiactl"
 
 // offerDevices loads NCCL if no setting says how operations on CUDA devices run, so that it is used if all
 // ranks have it. It returns the entry of the rank's capabilities that says so. CUDA's driver starts in this
-// process only at the first operation on a device, because the program may set CUDA_VISIBLE_DEVICES after Init,
-// or fork processes that use CUDA.
+// process only at the first operation on a device, because the program may set CUDA_VISIBLE_DEVICES after
+// Init, or fork processes that use CUDA.
 func (r *Rank) offerDevices(cfg *config.Config, o *Options) map[string]string {
 	if cfg.Given("HOROVOD_GPU_OPERATIONS") || !cfg.GPU.Use(config.GPUNone) {
 		return nil

@@ -52,10 +52,15 @@ func (l *Library) join(ctx context.Context, id *[idBytes]byte, n, rank int, d *d
 		}
 		return c, err
 	case <-ctx.Done():
+		l.mu.Lock()
+		l.late = append(l.late, c)
+		l.mu.Unlock()
 		go func() {
+			close(c.aborted)
 			if <-made == nil {
-				close(c.aborted)
 				c.abort()
+			} else {
+				close(c.ended)
 			}
 		}()
 		return nil, context.Cause(ctx)
@@ -68,6 +73,7 @@ func (l *Library) keep(c *communicator) error {
 	defer l.mu.Unlock()
 	if l.err != nil {
 		close(c.aborted)
+		l.late = append(l.late, c)
 		go c.abort()
 		return l.afterFailure()
 	}
@@ -145,9 +151,9 @@ func (c *communicator) destroy() {
 	c.end(c.library.destroy)
 }
 
-// end calls f with the device of the communicator as the current one. In a thread without a device, NCCL would
-// return to device 0 afterwards, and make a context there. If Use fails, the process has lost the context of the
-// device, and with it the communicator.
+// end calls f with the device of the communicator as the current one. In a thread without a device, NCCL
+// would return to device 0 afterwards, and make a context there. If Use fails, the process has lost the
+// context of the device, and with it the communicator.
 func (c *communicator) end(f func(*communicator)) {
 	_ = c.stream.Device.Use(func() error { f(c); return nil })
 }

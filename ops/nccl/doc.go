@@ -71,8 +71,8 @@ func (e *Error) Error() string {
 
 // Config configures a backend. All ranks must have the same values of Streams, Deterministic and InHost.
 type Config struct {
-	// Device, modulo the number of devices of the host, is the device of this rank for operations for which it
-	// has no tensor because it has joined.
+	// Device, modulo the number of devices of the host, is the device of this rank for operations for which
+	// it has no tensor because it has joined.
 	Device int
 	// Host makes the backend with which the ranks of a set exchange unique ids and the sizes of blocks. It
 	// must run broadcast and alltoall.

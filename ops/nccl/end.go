@@ -131,12 +131,17 @@ func (b *backend) Close() {
 // end ends communicators, together with the other ranks if no operation has failed. It does not wait for long
 // for a rank that does not take part.
 func (l *Library) end(comms []*communicator) {
-	late := time.After(l.EndTimeout)
 	for _, c := range comms {
 		if l.forget(c) {
 			go c.destroy()
 		}
 	}
+	awaitEnds(comms, l.EndTimeout)
+}
+
+// awaitEnds waits until NCCL has ended communicators, for at most the given time.
+func awaitEnds(comms []*communicator, timeout time.Duration) {
+	late := time.After(timeout)
 	for _, c := range comms {
 		select {
 		case <-c.ended:
@@ -146,7 +151,8 @@ func (l *Library) end(comms []*communicator) {
 	}
 }
 
-// Close releases the devices. All backends must have been closed. If a device does not end its work in time,
+// Close releases the devices. All backends must have been closed. First it waits, but not for long, until
+// NCCL has ended the communicators that were made after a failure. If a device does not end its work in time,
 // Close returns an error and does not release the memory of the device that gohvd has allocated.
 func (l *Library) Close() error {
 	if l == nil {
@@ -154,6 +160,7 @@ func (l *Library) Close() error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	awaitEnds(l.late, l.EndTimeout)
 	ctx, cancel := context.WithTimeoutCause(context.Background(), l.EndTimeout,
 		fmt.Errorf("its work has not ended in %v", l.EndTimeout))
 	defer cancel()
@@ -163,7 +170,7 @@ func (l *Library) Close() error {
 			errs = append(errs, fmt.Errorf("nccl: device %d: %w", d.Index(), err))
 		}
 	}
-	// A device with several streams is released only if all have ended, because freeing memory waits for them.
+	// A device with several streams is released only if all have ended: freeing memory waits for them.
 	inUse := make(map[int]bool)
 	for _, d := range l.devices {
 		d.close()

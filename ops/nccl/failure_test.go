@@ -155,8 +155,8 @@ func TestAbortOfAllSets(t *testing.T) {
 	}
 }
 
-// TestCloseWithWork checks that Close does not free memory of a device if one of its streams still has work. It
-// would wait for this work.
+// TestCloseWithWork checks that Close does not free memory of a device if one of its streams still has work.
+// It would wait for this work.
 func TestCloseWithWork(t *testing.T) {
 	const device = 5 // no other test uses it, because memory of it is not freed
 	l := load(t, device+1)
@@ -218,6 +218,7 @@ func TestCloseWithWork(t *testing.T) {
 // TestConnectTimeout checks that the ranks do not wait without limit if NCCL cannot connect them.
 func TestConnectTimeout(t *testing.T) {
 	t.Setenv("STANDIN_NCCL_FAULT", "init:1")
+	t.Setenv("STANDIN_NCCL_INIT_SECONDS", "3") // Close waits for it
 	all := clusterOf(t, 2, 200*time.Millisecond)
 	each(all, func(m *member) {
 		buf := m.upload(tensor.Bytes(floats(m.me, 10)))
@@ -257,8 +258,8 @@ func TestCloseAfterFailure(t *testing.T) {
 	all[0].backend.Close()
 }
 
-// TestContexts checks that a communicator is ended without a context on another device than its own, whether it
-// is destroyed or aborted. Each way runs in a process of its own, because contexts are never given back.
+// TestContexts checks that a communicator is ended without a context on another device than its own, whether
+// it is destroyed or aborted. Each way runs in a process of its own, because contexts are never given back.
 func TestContexts(t *testing.T) {
 	const variable = "END_OF_COMMUNICATOR"
 	if way := os.Getenv(variable); way != "" {
@@ -287,8 +288,8 @@ func TestContexts(t *testing.T) {
 			t.Errorf("%s: %v: %s", way, err, out)
 		}
 		if calls("context 0") != 0 || calls("context 1") != 1 {
-			t.Errorf("%s: got %d contexts on device 0 and %d on device 1, want 0 and 1", way, calls("context 0"),
-				calls("context 1"))
+			t.Errorf("%s: got %d contexts on device 0 and %d on device 1, want 0 and 1", way,
+				calls("context 0"), calls("context 1"))
 		}
 	}
 }

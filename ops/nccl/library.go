@@ -150,11 +150,13 @@ type Library struct {
 	// failedAt is when err was set. comms are the communicators that Fail aborts then.
 	failedAt time.Time
 	comms    []*communicator
+	// late are communicators that are made or aborted although no backend has them any more.
+	late []*communicator
 }
 
 // Load loads NCCL from the file at path, or from where this process finds it if path is "" (cuda.Places), and
-// likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14, or if the driver is
-// too old for the runtime. It does not look for devices (cuda.Runtime.Count).
+// likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14, or if the driver
+// is too old for the runtime. It does not look for devices (cuda.Runtime.Count).
 func Load(path, cudaPath string) (*Library, error) {
 	runtime, err := cuda.Load(cudaPath)
 	if err != nil {
@@ -172,8 +174,8 @@ func Load(path, cudaPath string) (*Library, error) {
 }
 
 // open loads NCCL from the file at path, or the first one that is new enough from where this process finds it
-// if path is "". If all are too old, open returns an error and a Library with only the file and the version of
-// the first.
+// if path is "". If all are too old, open returns an error and a Library with only the file and the version
+// of the first.
 func open(path string) (*Library, error) {
 	names := []string{path}
 	if path == "" {
@@ -245,13 +247,13 @@ func Find(path, cudaPath string, devices bool) cuda.Found {
 	return found
 }
 
-// Count returns the number of devices of this host that the process may use, at least 1. CUDA starts its driver
-// in this process then (cuda.Runtime.Count).
+// Count returns the number of devices of this host that the process may use, at least 1. CUDA starts its
+// driver in this process then (cuda.Runtime.Count).
 func (l *Library) Count() (int, error) {
 	n, err := l.CUDA.Count()
 	if err != nil {
-		return 0, fmt.Errorf("nccl: %s has version %s, but this host has no CUDA device that the process may use: %w",
-			l.File, versionText(l.Version), err)
+		return 0, fmt.Errorf("nccl: %s has version %s, but this host has no CUDA device that the process may "+
+			"use: %w", l.File, versionText(l.Version), err)
 	}
 	return n, nil
 }

@@ -500,6 +500,9 @@ func TestFaults(t *testing.T) {
 	} {
 		t.Run(fault, func(t *testing.T) {
 			t.Setenv("STANDIN_NCCL_FAULT", fault)
+			if fault == "init:1" {
+				t.Setenv("STANDIN_NCCL_INIT_SECONDS", "3") // Close waits for it
+			}
 			all := cluster(t, 2)
 			ctx, cancel := context.WithCancelCause(t.Context())
 			defer cancel(nil)

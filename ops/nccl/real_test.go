@@ -46,7 +46,8 @@ func TestRealLibraries(t *testing.T) {
 	if err == nil {
 		_, err = l.Count()
 	}
-	if (err == nil) != (found.Devices > 0) || err != nil && !strings.Contains(err.Error(), "this host has no ") {
+	if (err == nil) != (found.Devices > 0) ||
+		err != nil && !strings.Contains(err.Error(), "this host has no ") {
 		t.Errorf("got %v from a host with %d devices", err, found.Devices)
 	}
 }

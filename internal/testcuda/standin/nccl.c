@@ -19,7 +19,8 @@
 //	                          slow   the operation goes on until a second after ncclCommAbort, and then writes
 //	                          refuse the call returns ncclInternalError
 //	                          init   (without N) the rank does not answer during initialization, which ends with
-//	                          an error after 8 s
+//	                          an error
+//	STANDIN_NCCL_INIT_SECONDS how long initialization waits for the other ranks (default 60, with init 8)
 //	NCCL_HOSTID               ranks with different values do not share a host, so that they may share a device
 //
 // With -DSTANDIN_OLD the library has only the functions of NCCL 2.7.
@@ -194,7 +195,8 @@ static int openRegion(struct comm *c) {
 // meet waits until all ranks have joined, and checks them.
 static int meet(struct comm *c) {
 	const char *fault = getenv("STANDIN_NCCL_FAULT");
-	double end = now() + (fault && strncmp(fault, "init:", 5) == 0 ? 8 : 60);
+	long limit = fault && strncmp(fault, "init:", 5) == 0 ? 8 : 60;
+	double end = now() + (double)standin_setting("STANDIN_NCCL_INIT_SECONDS", limit);
 	while (faulty(c, "init", 0) && now() < end)
 		pause_();
 	struct member *me = &c->region->members[c->rank];
