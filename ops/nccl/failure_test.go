@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -33,7 +34,7 @@ func TestSlowAbort(t *testing.T) {
 	gaveUp := errors.New("the caller gave up")
 	for name, timeout := range map[string]time.Duration{"in time": time.Minute, "too late": 100 * time.Millisecond} {
 		t.Run(name, func(t *testing.T) {
-			t.Setenv("STANDIN_NCCL_FAULT", "slow:1:1")
+			t.Setenv("STANDIN_NCCL_FAULT", "slow:1:2")
 			if timeout < time.Second { // the test reads a buffer that is in use
 				t.Setenv("STANDIN_CUDA_UNORDERED", "1")
 			}
@@ -42,11 +43,13 @@ func TestSlowAbort(t *testing.T) {
 				m.library.EndTimeout = timeout
 			}
 			ctx, cancel := context.WithCancelCause(t.Context())
-			time.AfterFunc(100*time.Millisecond, func() { cancel(gaveUp) })
+			defer cancelAfterLaunch(t, all, func() { cancel(gaveUp) })()
 			each(all, func(m *member) {
 				buf := m.upload(tensor.Bytes(floats(m.me, 10)))
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
 				err := ops.Run(ctx, m.backend, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
-					Op: tensor.Sum, Device: &ops.DevicePart{Devices: m.devices},
+					Op: tensor.Sum, Device: &ops.DevicePart{Devices: m.devices, Order: m.order},
 					Scaling: ops.Scaling{Pre: 1, Post: 1},
 					Tensors: []ops.Tensor{{In: buf, Out: buf}}})
 				if err == nil {
@@ -74,6 +77,28 @@ func TestSlowAbort(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// cancelAfterLaunch calls cancel when all members have launched their second allreduce, so that a test
+// depends on no time. The caller must call the returned function at the end.
+func cancelAfterLaunch(t *testing.T, all []*member, cancel func()) (stop func()) {
+	calls := testcuda.Calls(t)
+	ended := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for calls("ncclAllReduce") < 2*len(all) {
+			select {
+			case <-ended:
+				return
+			case <-time.After(time.Millisecond):
+			}
+		}
+		cancel()
+	})
+	return func() {
+		close(ended)
+		wg.Wait()
 	}
 }
 

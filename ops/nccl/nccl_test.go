@@ -506,7 +506,10 @@ func TestFaults(t *testing.T) {
 			all := cluster(t, 2)
 			ctx, cancel := context.WithCancelCause(t.Context())
 			defer cancel(nil)
-			if want == "" {
+			switch fault {
+			case "hang:1:2":
+				defer cancelAfterLaunch(t, all, func() { cancel(gaveUp) })()
+			case "init:1":
 				time.AfterFunc(200*time.Millisecond, func() { cancel(gaveUp) })
 			}
 			each(all, func(m *member) {
