@@ -9,9 +9,13 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// slurmAgent reaches the hosts of an allocation of Slurm. Without --overlap, srun would wait for cores that
-// no other step uses. Without --cpu-bind=none, it might bind the ranks of a host to one core.
-const slurmAgent = "srun --unbuffered --overlap --nodes=1 --ntasks=1 --cpu-bind=none --mpi=none --nodelist=" + hostPlace
+// slurmAgent reaches the hosts of an allocation of Slurm. srun would take the limits for each task from the
+// variables. They are for a rank, but the task of srun runs all ranks of a host. Without --overlap, srun
+// would wait for cores that no other step uses. Without --cpu-bind=none, it might bind the ranks of a host to
+// one core.
+const slurmAgent = "env -u SLURM_CPUS_PER_TASK -u SRUN_CPUS_PER_TASK -u SLURM_GPUS_PER_TASK " +
+	"-u SLURM_TRES_PER_TASK " +
+	"srun --unbuffered --overlap --nodes=1 --ntasks=1 --cpu-bind=none --mpi=none --nodelist=" + hostPlace
 
 // allocated returns the hosts of the allocation of Slurm in which hvdrun runs, with as many slots as tasks.
 // srun then reaches them, unless flags say otherwise. If there is no allocation, allocated returns nil. If
