@@ -56,8 +56,9 @@ class _Worker:
     def version(self) -> str:
         return __version__
 
-    def gpus(self) -> str:
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
+    def gpus(self) -> list[str]:
+        # CUDA_VISIBLE_DEVICES is no source: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES tells Ray not to set it.
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def set_environment(self, env: dict[str, str]) -> None:
         os.environ.update(env)
@@ -187,7 +188,8 @@ class RayExecutor:
             if self._settings.nics:
                 env["HOROVOD_GLOO_IFACE"] = ",".join(self._settings.nics)
             if gpus[rank]:  # NCCL connects GPUs of a host that all its processes see
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(g for g, h in zip(gpus, self._hosts) if h == host)
+                here = (gpu for g, h in zip(gpus, self._hosts) if h == host for gpu in g)
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(here))
             env |= extra | _meeting.environment(self._store.place, rank, self._hosts)
             calls.append(worker.set_environment.remote(env))
         self._collect(calls)
