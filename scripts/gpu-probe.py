@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,75 +105,87 @@ def event() -> Any:
     return round(times[250], 1), round(times[495], 1)
 
 
-def communicator(blocking: int) -> ctypes.c_void_p:
-    uid, comm, code = UniqueId(), ctypes.c_void_p(), ctypes.c_int(7)
-    config = Config(24, 0xCAFEBEEF, 21400, blocking)
+def unstarted() -> Any:
+    """After the calls of gohvd's init, is CUDA_VISIBLE_DEVICES="" obeyed: the error of cudaGetDeviceCount (want 100)."""
+    program = """
+import ctypes, os
+runtime, n = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"]), ctypes.c_int()
+runtime.cudaRuntimeGetVersion(ctypes.byref(n))
+runtime.cudaDriverGetVersion(ctypes.byref(n))
+ctypes.CDLL(os.environ["HVD_NCCL_LIBRARY"]).ncclGetVersion(ctypes.byref(n))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+print(runtime.cudaGetDeviceCount(ctypes.byref(n)))
+"""
+    return subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def unique_id() -> bytes:
+    uid = UniqueId()
     check("ncclGetUniqueId", _nccl.ncclGetUniqueId(ctypes.byref(uid)))
-    made = _nccl.ncclCommInitRankConfig(ctypes.byref(comm), 1, uid, 0, ctypes.byref(config))
+    return bytes(uid)
+
+
+def communicator(blocking: int, uid: bytes, rank: int) -> ctypes.c_void_p:
+    comm, code = ctypes.c_void_p(), ctypes.c_int(7)
+    config = Config(24, 0xCAFEBEEF, 21400, blocking)
+    made = _nccl.ncclCommInitRankConfig(ctypes.byref(comm), 2, UniqueId.from_buffer_copy(uid), rank, ctypes.byref(config))
     while made in (0, 7) and code.value == 7:
-        _nccl.ncclCommGetAsyncError(comm, ctypes.byref(code))
+        check("ncclCommGetAsyncError", _nccl.ncclCommGetAsyncError(comm, ctypes.byref(code)))
     check("ncclCommInitRankConfig", code.value or made % 7)
     return comm
 
 
-def allreduce(comm: ctypes.c_void_p, x: torch.Tensor, stream: ctypes.c_void_p) -> None:
-    at = ctypes.c_void_p(x.data_ptr())
-    _nccl.ncclAllReduce(at, at, ctypes.c_size_t(x.numel()), 7, 0, comm, stream)
+def launch(rank: int, uids: list[bytes]) -> None:
+    """Prints the us of a call of ncclAllReduce, blocking and nonblocking. Before that, rank 0 prints the unique ids."""
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python", "tests"))
+    from devices import share
+
+    torch.cuda.set_device(share(torch.cuda.device_count()))
+    if rank == 0:
+        uids = [unique_id(), unique_id()]
+        print(*(uid.hex() for uid in uids), flush=True)
+    stream, x, result = torch.cuda.Stream(), torch.zeros(1024, device="cuda"), []
+    for blocking, uid in zip((1, 0), uids):
+        comm, code = communicator(blocking, uid, rank), ctypes.c_int()
+        for count in 5, 100:  # NCCL connects the ranks in the first call
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                at = ctypes.c_void_p(x.data_ptr())
+                _nccl.ncclAllReduce(at, at, ctypes.c_size_t(x.numel()), 7, 0, comm, ctypes.c_void_p(stream.cuda_stream))
+                code.value = 0 if blocking else 7
+                while code.value == 7:
+                    _nccl.ncclCommGetAsyncError(comm, ctypes.byref(code))
+            took = time.perf_counter() - start
+        result.append(round(took * 1e4, 1))
+        torch.cuda.synchronize()
+    print(*result)
 
 
 def launches() -> Any:
-    """us of a call of ncclAllReduce of one rank out of 1000, blocking and nonblocking."""
-    stream, x, result = torch.cuda.Stream(), torch.zeros(1024, device="cuda"), []
-    for blocking in (1, 0):
-        comm, code, at = communicator(blocking), ctypes.c_int(), ctypes.c_void_p(stream.cuda_stream)
-        start = time.perf_counter()
-        for _ in range(1000):
-            allreduce(comm, x, at)
-            code.value = 0 if blocking else 7
-            while code.value == 7:
-                _nccl.ncclCommGetAsyncError(comm, ctypes.byref(code))
-        result.append(round((time.perf_counter() - start) * 1e3, 1))
-        torch.cuda.synchronize()
-    return result
-
-
-def fused() -> Any:
-    """us on the device for 64 tensors of 64 KiB: a group of allreduces in place; copies, one allreduce, copies."""
-    stream, comm = torch.cuda.Stream(), communicator(1)
-    tensors = [torch.zeros(16384, device="cuda") for _ in range(64)]
-    buffer, at = torch.zeros(64 * 16384, device="cuda"), ctypes.c_void_p(stream.cuda_stream)
-    parts = list(buffer.split(16384))
-
-    def group() -> None:
-        _nccl.ncclGroupStart()
-        for x in tensors:
-            allreduce(comm, x, at)
-        _nccl.ncclGroupEnd()
-
-    def copies() -> None:
-        torch._foreach_copy_(parts, tensors)
-        allreduce(comm, buffer, at)
-        torch._foreach_copy_(tensors, parts)
-
-    def timed(f: Callable[[], None]) -> float:
-        with torch.cuda.stream(stream):
-            for _ in range(5):
-                f()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(50):
-                f()
-            end.record()
-            end.synchronize()
-        return round(begin.elapsed_time(end) * 20, 1)
-
-    return timed(group), timed(copies)
+    """us of a call of ncclAllReduce of two ranks out of 100, blocking and nonblocking."""
+    # One rank in place would show nothing, because NCCL has nothing to do then.
+    ranks: list[subprocess.Popen[str]] = []
+    ids = ""
+    try:
+        for rank in 0, 1:
+            env = {**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"}
+            command = [sys.executable, __file__, str(rank), *ids.split()]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
+            if rank == 0:
+                assert ranks[0].stdout is not None
+                ids = ranks[0].stdout.readline()
+        return ranks[0].communicate(timeout=60)[0].strip()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
     torch.zeros(1, device="cuda")
     failed = 0
-    for fact in (contexts, push_and_pop, priorities, capture, event, launches, fused):
+    for fact in (contexts, push_and_pop, priorities, capture, event, unstarted, launches):
         try:
             result = fact()
         except Exception as e:  # the other facts are of use too
@@ -185,4 +196,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) > 1:
+        launch(int(sys.argv[1]), [bytes.fromhex(uid) for uid in sys.argv[2:]])
+    else:
+        sys.exit(main())
