@@ -171,8 +171,8 @@ type Job struct {
 	End *End `json:"end,omitempty"`
 }
 
-// Process is the state of a rank or of a node. If it has not answered, only Name, Rank, Host and Known are
-// set.
+// Process is the state of a rank or of a node. If it has not answered, only Name, Rank, Host, Known, Held and
+// HeldUp are set.
 type Process struct {
 	// Name is the name of the process, such as rank 3 or server 1. Rank is its number: the rank, or the
 	// position in the list of nodes.
@@ -268,7 +268,14 @@ func OfNodes(about About, now time.Time, nodes map[int]*trace.Node, names, hosts
 		if i, is := numbers[n.Name]; is {
 			p := &j.Processes[i]
 			p.Operations, p.Bytes, p.Failed = n.Requests, n.Sent+n.Received, n.Resent
-			j.held(i, n.HeldUp)
+		}
+	}
+	// The scheduler also knows it of nodes that have not answered.
+	for _, n := range all {
+		for i := range n.Peers {
+			if number, is := numbers[n.Peers[i].Name]; is {
+				j.held(number, n.Peers[i].HeldUp)
+			}
 		}
 	}
 	j.addNodeProblems(found.Waits(), numbers)
@@ -304,7 +311,8 @@ type Rates struct {
 }
 
 // Since returns the rates of each process since an earlier state. The rates of a process are 0 if it did not
-// answer in one of the states, or was started again in between.
+// answer in one of the states, or was started again in between. Held and HeldUp are 0 if this is so for the
+// process that measures them.
 func (j *Job) Since(before *Job) []Rates {
 	rates := make([]Rates, len(j.Processes))
 	if before == nil {

@@ -121,7 +121,7 @@ func TestSince(t *testing.T) {
 func TestJobOfNodes(t *testing.T) {
 	nodes := map[int]*trace.Node{
 		0: {Name: "scheduler", Role: "scheduler", Up: time.Minute,
-			Peers: []trace.Peer{{Name: "worker 1", HeldUp: 9 * time.Second}},
+			Peers: []trace.Peer{{Name: "worker 1", HeldUp: 9 * time.Second}, {Name: "server 0", HeldUp: time.Second}},
 			Waits: []trace.NodeWait{{What: "barrier of group 4", Time: 3 * time.Second,
 				Waiting: []string{"worker 0"}, Missing: []string{"worker 1"}}, {What: "barrier of group 7",
 				Time: time.Hour, Waiting: []string{"server 0"}, Missing: []string{"worker 0", "worker 1"}}}},
@@ -133,8 +133,14 @@ func TestJobOfNodes(t *testing.T) {
 		[]string{"scheduler", "server 0", "worker 0", "worker 1"}, []string{"a", "b", "c", "d"},
 		[]string{"", "process 7 has just ended"})
 	want := live.Process{Name: "worker 0", Rank: 2, Host: "c", Answered: true, Up: time.Minute,
-		Counters: live.Counters{Bytes: 11, Failed: 1, Pending: 2}, HeldUp: 9 * time.Second}
+		Counters: live.Counters{Bytes: 11, Failed: 1, Pending: 2}, HeldUp: 10 * time.Second}
 	if got := j.Processes[2]; got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+	// The scheduler measures how long a node has held up the others, even if the node does not answer.
+	want = live.Process{Name: "server 0", Rank: 1, Host: "b", Known: "process 7 has just ended",
+		Held: time.Second, HeldUp: 9 * time.Second}
+	if got := j.Processes[1]; got != want {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	problems := []live.Problem{
