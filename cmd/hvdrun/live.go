@@ -45,6 +45,9 @@ const (
 	// readerTime is how long a reader may take to read a state. If it takes longer, for example because it
 	// was stopped, it must connect again.
 	readerTime = 10 * time.Second
+	// askTime is the longest time between two questions to the ranks while there is a reader. Rank 0 keeps
+	// steps for 10 s after a question (watch.Observer.Steps), and a reader may read less often.
+	askTime = 3 * time.Second
 	// maxReaders is the maximum number of streams.
 	maxReaders = 16
 	// endTime is how long the end of hvdrun waits until readers have received the end of the job.
@@ -206,6 +209,8 @@ func (l *liveJob) stream(w http.ResponseWriter, req *http.Request) {
 	control := http.NewResponseController(w)
 	next := time.NewTicker(every)
 	defer next.Stop()
+	ask := time.NewTicker(askTime)
+	defer ask.Stop()
 	var epoch, known uint64 // the last step that the reader knows
 	for {
 		j := l.state()
@@ -216,11 +221,18 @@ func (l *liveJob) stream(w http.ResponseWriter, req *http.Request) {
 			json.NewEncoder(w).Encode(j) != nil || control.Flush() != nil || j.End != nil {
 			return
 		}
-		select {
-		case <-next.C:
-		case <-l.ended:
-		case <-req.Context().Done():
-			return
+		ask.Reset(askTime)
+		for waits := true; waits; {
+			select {
+			case <-ask.C:
+				l.state()
+				continue
+			case <-next.C:
+			case <-l.ended:
+			case <-req.Context().Done():
+				return
+			}
+			waits = false
 		}
 	}
 }
@@ -269,7 +281,7 @@ func (l *liveJob) state() *live.Job {
 // ask asks all processes for their state.
 func (l *liveJob) ask(ctx context.Context, now time.Time) *live.Job {
 	about := l.about
-	about.Size = l.reports.numRanks()
+	about.Size = l.reports.count()
 	if l.nodes != nil {
 		answers, missing, _ := l.reports.ranks.Ask(ctx, joblink.Node) // an error means that the job is over
 		var names []string
@@ -325,13 +337,6 @@ func (l *liveJob) known(missing []int) []string {
 	case <-l.ended:
 	}
 	return nil
-}
-
-// numRanks returns the number of ranks, which changes in an elastic job, or of nodes.
-func (r *reporter) numRanks() int {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.size
 }
 
 // endOf says how a job has ended. err is the error of launch.Run.

@@ -113,7 +113,7 @@ func (r *reporter) setRanks(generation uint64, size int) {
 	clear(r.reported)
 }
 
-// count returns the number of ranks.
+// count returns the number of ranks, which changes in an elastic job, or of nodes.
 func (r *reporter) count() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()

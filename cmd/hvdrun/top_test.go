@@ -11,14 +11,20 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/rundir"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/store"
 )
 
 // sleepingJob starts a job of two processes that never join it. xdg is hvdrun's XDG_RUNTIME_DIR. The function
@@ -200,4 +206,56 @@ func TestEndOf(t *testing.T) {
 			t.Errorf("%+v, %v: got %+v, want %+v", c.result, c.err, *got, c.want)
 		}
 	}
+}
+
+// recorded records what a handler has written.
+type recorded struct{ *httptest.ResponseRecorder }
+
+func (recorded) SetWriteDeadline(time.Time) error { return nil }
+
+// Rank 0 keeps steps for 10 s after it was asked. So it is asked more often than that while there is a
+// reader, however rarely the reader wants a state.
+func TestReadersKeepSteps(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
+		reports, err := newReporter(kv, nil, 1, "", time.Second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer reports.close()
+		state, err := live.NewRank(recorder.New(8).Dump(recorder.About{Size: 1}), &trace.Stats{}).Encode()
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		asked := make(chan time.Time, 100)
+		running.Go(func() {
+			_ = joblink.New(kv, 0).Answer(ctx, func(string) []byte {
+				asked <- time.Now()
+				return state
+			})
+		})
+		l := &liveJob{about: live.About{What: live.Ranks, Size: 1}, reports: reports,
+			ended: make(chan struct{})}
+		w := recorded{httptest.NewRecorder()}
+		running.Go(func() {
+			req := httptest.NewRequest(http.MethodGet, statesPath+"?"+everyParameter+"=60000", nil)
+			l.stream(w, req.WithContext(ctx))
+		})
+		last := <-asked
+		for range 50 {
+			next := <-asked
+			if d := next.Sub(last); d >= 10*time.Second {
+				t.Errorf("rank 0 was not asked for %v", d)
+			}
+			last = next
+		}
+		cancel()
+		running.Wait()
+		if n := strings.Count(w.Body.String(), "\n"); n < 2 || n > 4 {
+			t.Errorf("the reader got %d states in 150 s, want one each minute", n)
+		}
+	})
 }

@@ -11,7 +11,8 @@ import (
 const (
 	// maxSteps is the maximum number of steps that are kept for a reader.
 	maxSteps = 256
-	// readerTime is how long steps are kept after a reader has asked for them. Readers ask every second.
+	// readerTime is how long steps are kept after a reader has asked for them. hvdrun asks every few seconds
+	// while somebody reads them.
 	readerTime = 10 * time.Second
 )
 
