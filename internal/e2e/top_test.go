@@ -229,7 +229,8 @@ func TestTopWithoutATerminal(t *testing.T) {
 			Held     []int `json:"held_ns"`
 		}
 	}
-	if err := json.Unmarshal([]byte(until(objects, `"steps":\[`)), &state); err != nil {
+	text := until(objects, `^(.*"operations":[1-9]){4}.*"steps":\[`) // a state in which all ranks have answered
+	if err := json.Unmarshal([]byte(text), &state); err != nil {
 		t.Fatal(err)
 	}
 	if state.What != "ranks" || len(state.Processes) != 4 || state.Processes[3].Name != "rank 3" ||
