@@ -53,7 +53,6 @@ type lane struct {
 	// tensors are the numbers of the names that the rank has submitted, in the order of their first
 	// submission.
 	tensors []int32
-	rows    map[int32]int32 // the inverse of tensors
 }
 
 // op is an operation of a rank. Of its tensors, the first was submitted at the time first, and the last one
@@ -88,7 +87,7 @@ func Read(job *report.Job, o report.Options, title string) (*Run, error) {
 	r, d, err := job.Examine(o, func(rank int, o *trace.Operation) {
 		l := byRank[rank]
 		if l == nil {
-			l = &lane{rows: make(map[int32]int32)}
+			l = &lane{}
 			byRank[rank] = l
 		}
 		v.add(l, o)
@@ -186,7 +185,7 @@ func (l *lane) finish(waits []report.Wait) {
 		}
 	}
 	slices.SortStableFunc(l.ops, func(a, b op) int { return cmp.Compare(a.first, b.first) })
-	latest := time.Duration(0)
+	latest, seen := time.Duration(0), make(map[int32]bool)
 	for i := range l.ops {
 		o := &l.ops[i]
 		if i == 0 || o.ended > latest {
@@ -194,8 +193,8 @@ func (l *lane) finish(waits []report.Wait) {
 		}
 		l.ends = append(l.ends, latest)
 		for _, r := range l.records[o.record : o.record+o.records] {
-			if _, known := l.rows[r.name]; !known {
-				l.rows[r.name] = int32(len(l.tensors))
+			if !seen[r.name] {
+				seen[r.name] = true
 				l.tensors = append(l.tensors, r.name)
 			}
 		}
