@@ -298,7 +298,7 @@ var hostile = []string{
 func TestHostileNames(t *testing.T) {
 	v := testJob{ranks: 2, tensors: len(hostile), steps: 6, compute: 3000, late: 1, lateBy: 2000,
 		names: hostile}.read(t)
-	v.Title = hostile[1]
+	v.Title = hostile[0]
 	for i := range v.Ranks {
 		v.Ranks[i].Host = hostile[i]
 	}
@@ -346,7 +346,7 @@ func TestHostileNames(t *testing.T) {
 			return "";
 		})()`)
 		p.still()
-		if title := p.text(`document.title`); !strings.HasPrefix(title, "Timelines: </script>") {
+		if title := p.text(`document.title`); !strings.HasPrefix(title, "Timelines: <img") {
 			t.Errorf("got the title %q", title)
 		}
 		p.noFaults()

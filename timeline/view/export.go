@@ -9,8 +9,11 @@ import (
 	"io"
 	"net/url"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/gohvd/gohvd/timeline/report"
 )
 
 // maxExported limits the bytes of the tiles in an exported page. A page that has reached it has only tiles of
@@ -22,13 +25,37 @@ const maxExported = 12 << 20
 var modules = []string{"format.js", "dom.js", "data.js", "state.js", "timeline.js", "grid.js", "strip.js",
 	"tables.js", "main.js"}
 
+// anonymous is a Source without the command, the settings and the paths of a job, which an exported page does
+// not need.
+type anonymous struct{ Source }
+
+// folders matches the folders of the paths in a text.
+var folders = regexp.MustCompile(`\S*/(\S)`)
+
+func (a anonymous) Report() *report.Report {
+	r := *a.Source.Report()
+	r.Job = report.About{}
+	r.Problems = slices.Clone(r.Problems)
+	for i := range r.Problems {
+		r.Problems[i] = folders.ReplaceAllString(r.Problems[i], "$1")
+	}
+	return &r
+}
+
+func (a anonymous) Info() *Info {
+	i := *a.Source.Info()
+	i.Title = folders.ReplaceAllString(i.Title, "$1")
+	return &i
+}
+
 var (
 	stars   = regexp.MustCompile(`(?m)^import \* as (\w+) from '\./(\w+\.js)';\n`)
 	exports = regexp.MustCompile(`(?m)^export (?:async )?(?:function|const) ([\w$]+)`)
 )
 
 // Export writes the page and its data as one file. The file has the tiles of the whole time and of the first
-// levels below it, as far as there is room.
+// levels below it, as far as there is room. It has the names of tensors and hosts, but not the command line,
+// the settings and the paths of the job.
 func Export(w io.Writer, source Source) error {
 	files := make(map[string]string)
 	entries, err := page.ReadDir("page")
@@ -42,7 +69,7 @@ func Export(w io.Writer, source Source) error {
 		}
 		files[e.Name()] = string(text)
 	}
-	data, err := exportData(source)
+	data, err := exportData(anonymous{source})
 	if err != nil {
 		return err
 	}
