@@ -162,10 +162,11 @@ export function heatMap(info, report, state, choose) {
     const [a, b] = [report.steps_shown[first - 1], report.steps_shown[last - 1]];
     return last > first ? `${a.name} to ${b.name}` : a.name;
   };
+  let shown = ''; // the metric of the cells that are shown
   const cells = new Cells(canvas, {
     left, top: () => 22,
     size: (rows, columns, width) => [Math.min(width / columns, 60), Math.max(2, Math.min(18, Math.floor(440 / rows)))],
-    describe: (row, column, us) => `rank ${info.ranks[row].rank}, ${steps(column)}: ${words[state.metric](us)}`,
+    describe: (row, column, us) => `rank ${info.ranks[row].rank}, ${steps(column)}: ${words[shown](us)}`,
     choose: (row, column) => {
       const table = report.steps_shown;
       const first = table[column * info.steps_per_column];
@@ -198,10 +199,13 @@ export function heatMap(info, report, state, choose) {
         return;
       }
       if (this.metric !== state.metric) {
-        this.metric = state.metric;
+        const metric = this.metric = state.metric;
+        const data = await grid(metric);
+        if (metric !== this.metric) return; // another metric was chosen meanwhile
+        shown = metric;
         // The full colour means at least a tenth of a step, so that small differences do not look like great ones.
-        const waiters = state.metric === 'caused' ? info.ranks.length - 1 : 1;
-        cells.show(await grid(state.metric), report.step_us / 10 * waiters);
+        const waiters = metric === 'caused' ? info.ranks.length - 1 : 1;
+        cells.show(data, report.step_us / 10 * waiters);
         $('heat-most').textContent = duration(cells.most);
       }
       cells.draw();

@@ -58,6 +58,7 @@ async function detail(info) {
   try {
     o = await json('operation', { rank, index });
   } catch (error) {
+    if (state.op !== `${rank}.${index}`) return;
     place.hidden = false;
     place.replaceChildren(error.message);
     return;

@@ -20,6 +20,7 @@ let colors = [], patterns = {};
 let scroll = 0;
 let cursor = { row: 0, us: null }; // the row and the time that the keyboard has chosen
 let planned = false;
+let choices = 0; // the number of calls of choose
 const bitmaps = new WeakMap();
 
 // drawn says what the last frame has drawn, and what was most in any frame. Tests read it.
@@ -63,24 +64,28 @@ function layout() {
   return { parts, height: y };
 }
 
-// refresh fetches what a change of the state needs, and draws.
+// refresh fetches what a change of the state needs, and draws. If the state changes meanwhile, the later call
+// draws.
 export async function refresh() {
+  let failed;
+  const fail = error => { failed = error; };
   if (align !== state.align) {
-    align = state.align;
-    try {
-      windowOf = await json('window', state.align ? { align: state.align } : {});
-    } catch (error) {
-      complain(error);
-      windowOf = await json('window');
-    }
+    const wanted = align = state.align;
+    const fetched = await json('window', wanted ? { align: wanted } : {}).catch(fail) ??
+      await json('window').catch(fail);
+    if (align !== wanted) return;
+    windowOf = fetched ?? windowOf;
   }
   const rows = state.open === '' ? '' : 'rank:' + state.open;
   if (labelsOf !== rows) {
     labelsOf = rows;
     labels = [];
-    if (rows) labels = await json('labels', { rows }).catch(error => { complain(error); return []; });
+    const fetched = rows ? await json('labels', { rows }).catch(fail) : [];
+    if (labelsOf !== rows) return;
+    labels = fetched ?? [];
   }
   tools();
+  if (failed) complain(failed);
   draw();
 }
 
@@ -468,12 +473,14 @@ function toggle(p) {
 
 // choose shows the operation at a time in a row.
 async function choose(p, us) {
+  const mine = ++choices;
   try {
     const o = await json('find', { rows: p.rows, row: p.row, us, align: state.align });
-    set({ op: `${o.rank}.${o.index}`, rank: p.rank });
+    if (mine === choices) set({ op: `${o.rank}.${o.index}`, rank: p.rank });
   } catch (error) {
+    if (mine !== choices) return;
     set({ rank: p.rank, op: '' });
-    $('timeline-note').textContent = error.message;
+    complain(error);
     say(error.message);
   }
 }
