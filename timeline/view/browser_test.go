@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"math"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -250,7 +252,20 @@ func TestPageShowsTheReport(t *testing.T) {
 // Keys and Back change what is shown, and the address has it.
 func TestFramesAreBounded(t *testing.T) {
 	v := testJob{ranks: 64, hosts: 8, tensors: 30, steps: 20, compute: 20000, late: 37, lateBy: 9000}.read(t)
-	s := serve(t, v)
+	asked := make(map[string]int) // the requests for each tile
+	var mu sync.Mutex
+	web := httptest.NewUnstartedServer(nil)
+	s := NewServer(v, web.Listener.Addr().String())
+	web.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/data/tile" {
+			mu.Lock()
+			asked[r.URL.RawQuery]++
+			mu.Unlock()
+		}
+		s.ServeHTTP(w, r)
+	})
+	web.Start()
+	defer web.Close()
 	p := openTab(t, s.URL())
 	p.ready()
 	p.text(`document.getElementById("timeline").focus() ?? ""`)
@@ -275,15 +290,15 @@ func TestFramesAreBounded(t *testing.T) {
 		drawn.MostRectangles < 100 {
 		t.Errorf("got %+v, want at most 5000 rectangles and 12 bitmaps", drawn)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for tile, n := range s.asked {
+	mu.Lock()
+	defer mu.Unlock()
+	for tile, n := range asked {
 		if n > 1 {
 			t.Errorf("%s was fetched %d times", tile, n)
 		}
 	}
-	if len(s.asked) < 10 {
-		t.Errorf("only %d tiles were fetched", len(s.asked))
+	if len(asked) < 10 {
+		t.Errorf("only %d tiles were fetched", len(asked))
 	}
 	p.noFaults()
 }

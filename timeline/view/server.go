@@ -26,8 +26,10 @@ import (
 var page embed.FS
 
 const (
-	// maxCached limits the bytes of the answers that a Server keeps.
-	maxCached = 64 << 20
+	// maxCached limits the bytes of the answers that a Server keeps, and of their addresses. An answer counts
+	// for entryBytes more, so that their number is limited too.
+	maxCached  = 64 << 20
+	entryBytes = 1 << 10
 	// maxConnections limits the connections of a Server. A browser opens six.
 	maxConnections = 32
 	// policy lets the page load only its own files, and lets no text of it become markup or script.
@@ -49,26 +51,27 @@ type Server struct {
 	mu     sync.Mutex
 	token  string // empty after its first use
 	cached map[string]*answer
-	bytes  int
-	// asked counts the requests for each tile, by its query. Tests read it.
-	asked map[string]int
+	// bytes is the size of what cached has, and maxBytes its limit.
+	bytes, maxBytes int
 }
 
-// answer is a cached body, compressed by gzip. done is closed when it is there.
+// answer is a cached body, compressed by gzip. done is closed when it is there. Then size is its size in the
+// cache.
 type answer struct {
 	done chan struct{}
 	body []byte
 	kind string
 	err  error
+	size int
 }
 
-// NewServer returns a Server for a listener's address. A browser may use this address, an IP address,
-// localhost or the name of this host.
+// NewServer returns a Server that browsers reach at the address HOST:PORT. A browser may also use an IP
+// address, localhost or the name of this host.
 func NewServer(source Source, addr string) *Server {
 	host, port, _ := net.SplitHostPort(addr)
 	s := &Server{source: source, host: host, port: port, files: make(map[string][]byte), cookie: rand.Text(),
 		id: rand.Text()[:8], work: make(chan struct{}, 2), token: rand.Text(),
-		cached: make(map[string]*answer), asked: make(map[string]int)}
+		cached: make(map[string]*answer), maxBytes: maxCached}
 	entries, err := page.ReadDir("page")
 	if err != nil {
 		panic("view: " + err.Error()) // the folder is built into the program
@@ -229,9 +232,6 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 		a = &answer{done: make(chan struct{})}
 		s.cached[key] = a
 	}
-	if r.URL.Path == "/data/tile" {
-		s.asked[key]++
-	}
 	s.mu.Unlock()
 	if fresh {
 		s.compute(key, a, r)
@@ -268,27 +268,30 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 // the cache has room.
 func (s *Server) compute(key string, a *answer, r *http.Request) {
 	s.work <- struct{}{}
+	a.err = errors.New("the server has failed") // after a panic, which net/http logs
+	defer func() {
+		<-s.work
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		close(a.done)
+		if a.err != nil {
+			delete(s.cached, key)
+			return
+		}
+		a.size = len(key) + len(a.body) + entryBytes
+		s.bytes += a.size
+		for old, o := range s.cached { // in random order, which is good enough: the browser has a cache too
+			if s.bytes <= s.maxBytes {
+				break
+			}
+			if o != a && o.size > 0 {
+				s.bytes -= o.size
+				delete(s.cached, old)
+			}
+		}
+	}()
 	body, kind, err := answerTo(s.source, s.id, path.Base(r.URL.Path), r.URL.Query())
-	packed := pack(body)
-	<-s.work
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	a.body, a.kind, a.err = packed, kind, err
-	s.bytes += len(a.body)
-	if a.err != nil {
-		delete(s.cached, key)
-		s.bytes -= len(a.body)
-	}
-	for old, o := range s.cached { // in random order, which is good enough: the browser has a cache too
-		if s.bytes <= maxCached {
-			break
-		}
-		if o != a && o.body != nil {
-			s.bytes -= len(o.body)
-			delete(s.cached, old)
-		}
-	}
-	close(a.done)
+	a.body, a.kind, a.err = pack(body), kind, err
 }
 
 // pack compresses a text by gzip.

@@ -153,6 +153,54 @@ func TestTilesAreMadeOnce(t *testing.T) {
 	}
 }
 
+// The cache has a limit, also for many small answers.
+func TestCacheIsLimited(t *testing.T) {
+	s := NewServer(straggler.read(t), "127.0.0.1:1234")
+	s.maxBytes = 20 * entryBytes
+	for i := range 100 {
+		a := get(s, func(r *http.Request) {
+			r.AddCookie(&http.Cookie{Name: "hvd_view_1234", Value: s.cookie})
+			r.URL.Path, r.URL.RawQuery = "/data/window", fmt.Sprint("x=", i)
+		})
+		if a.StatusCode != 200 {
+			t.Fatal(a.Status)
+		}
+	}
+	sum := 0
+	for _, a := range s.cached {
+		sum += a.size
+	}
+	if n := len(s.cached); n < 10 || n > 20 || sum != s.bytes {
+		t.Errorf("the cache has %d answers of %d bytes, want 10 to 20 of %d", n, sum, s.bytes)
+	}
+}
+
+// broken is a Source of which a method panics.
+type broken struct{ Source }
+
+func (broken) Grid(string) ([]byte, error) { panic("broken") }
+
+// A panic ends only the requests for the answer. It takes no place of those that can be made at a time.
+func TestPanicsTakeNoPlace(t *testing.T) {
+	s := NewServer(broken{straggler.read(t)}, "127.0.0.1:1234")
+	for range 2 * cap(s.work) {
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Error("there was no panic")
+				}
+			}()
+			get(s, func(r *http.Request) {
+				r.AddCookie(&http.Cookie{Name: "hvd_view_1234", Value: s.cookie})
+				r.URL.Path, r.URL.RawQuery = "/data/grid", "name=held"
+			})
+		}()
+	}
+	if len(s.work) != 0 || len(s.cached) != 0 {
+		t.Errorf("got %d places taken and %d answers, want none", len(s.work), len(s.cached))
+	}
+}
+
 // More connections than a browser needs are refused, and those that are open go on.
 func TestConnectionsAreLimited(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
