@@ -8,12 +8,15 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/internal/rundir"
 	"github.com/gohvd/gohvd/timeline/report"
 	"github.com/gohvd/gohvd/timeline/view"
 )
@@ -70,8 +73,6 @@ func (r *runner) view() *cobra.Command {
 
 // viewTimelines reads timelines, and serves or exports the page about them.
 func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []string) error {
-	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
-	defer stop()
 	var listener net.Listener
 	if given.export == "" {
 		var err error
@@ -100,22 +101,55 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 		fmt.Fprintf(r.stderr, "hvdrun: wrote %s\n", given.export)
 		return nil
 	}
-	server := view.NewServer(run, listener.Addr().String())
-	url := server.URL()
-	fmt.Fprintf(r.stdout, "open %s\n", url)
-	if port := listener.Addr().(*net.TCPAddr).Port; r.isRemote() {
-		fmt.Fprintf(r.stdout, "from your own machine, first run: ssh -L %d:localhost:%d %s\n", port, port,
-			hostName())
+	// Until now nothing has to be removed, so a signal ends hvdrun at once.
+	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
+	defer stop()
+	at := listener.Addr().(*net.TCPAddr)
+	server := view.NewServer(run, pageAddress(given.addr, at))
+	fmt.Fprintf(r.stdout, "open %s\n", server.URL())
+	if at.IP.IsLoopback() && r.isRemote() {
+		fmt.Fprintf(r.stdout, "from your own machine, first run: ssh -L %d:%s %s\n", at.Port, at, hostName())
 	}
 	if given.open {
-		browser := exec.CommandContext(ctx, "xdg-open", url)
-		if err := browser.Start(); err != nil {
+		done, err := r.openBrowser(ctx, server.Redirect())
+		if err != nil {
 			fmt.Fprintf(r.stderr, "hvdrun: view: cannot open the browser: %v\n", err)
-		} else {
-			defer browser.Wait() // its status does not matter
 		}
+		defer done()
 	}
 	return server.Serve(ctx, listener)
+}
+
+// pageAddress returns the address of the page for browsers. given is the value of --addr, and at the address
+// of the listener. If hvdrun listens on all addresses, a browser can use the name of this host.
+func pageAddress(given string, at *net.TCPAddr) string {
+	host, _, _ := net.SplitHostPort(given) // net.Listen has returned the error
+	if at.IP.IsUnspecified() {
+		host = hostName()
+	}
+	return net.JoinHostPort(host, strconv.Itoa(at.Port))
+}
+
+// openBrowser opens a page that redirects to the address with the token. All users can read command lines, so
+// the token is in a file that only this user can read. done waits for xdg-open and removes the file.
+func (r *runner) openBrowser(ctx context.Context, page []byte) (done func(), err error) {
+	dir, err := rundir.New(r.variable(xdgVariable))
+	if err != nil {
+		return func() {}, err
+	}
+	done = func() { _ = dir.Close() } // the next hvdrun removes what is left
+	file := filepath.Join(dir.Path(), "open.html")
+	if err := os.WriteFile(file, page, 0o600); err != nil {
+		return done, err
+	}
+	browser := exec.CommandContext(ctx, "xdg-open", file)
+	if err := browser.Start(); err != nil {
+		return done, err
+	}
+	return func() {
+		_ = browser.Wait() // its status does not matter
+		_ = dir.Close()
+	}, nil
 }
 
 // isRemote reports whether the user has logged in to this host by ssh.
@@ -137,14 +171,16 @@ func hostName() string {
 	return name
 }
 
-// exportTo writes the page about a job to a file. If that fails, it leaves no file.
+// exportTo writes the page about a job to a file. If that fails, it leaves no file, but removes no device and
+// no link.
 func exportTo(name string, run *view.Run) error {
 	f, err := outfile.Create(name, 0o666)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(view.Export(f, run), f.Close()); err != nil {
-		return errors.Join(err, os.Remove(name))
+	err = errors.Join(view.Export(f, run), f.Close())
+	if info, is := os.Lstat(name); err != nil && is == nil && info.Mode().IsRegular() {
+		err = errors.Join(err, os.Remove(name))
 	}
-	return nil
+	return err
 }

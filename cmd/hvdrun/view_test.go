@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -11,12 +12,22 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
-// TestView starts hvdrun view and loads the page as a browser does.
+// TestView starts hvdrun view and loads the page as a browser does. The browser is a program that copies the
+// page that it is to open.
 func TestView(t *testing.T) {
-	cmd := hvdrun(t, "view", putTimelines(t))
-	cmd.Env = append(os.Environ(), "SSH_CONNECTION=1.2.3.4 5 6.7.8.9 22")
+	bin := t.TempDir()
+	opened := filepath.Join(bin, "opened")
+	browser := fmt.Sprintf("#!/bin/sh\nstat -c %%a \"$1\" | cat - \"$1\" >%s.new && mv %[1]s.new %[1]s\n", opened)
+	if err := os.WriteFile(filepath.Join(bin, "xdg-open"), []byte(browser), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	xdg := t.TempDir()
+	cmd := hvdrun(t, "view", "--open", putTimelines(t))
+	cmd.Env = append(os.Environ(), "SSH_CONNECTION=1.2.3.4 5 6.7.8.9 22", "XDG_RUNTIME_DIR="+xdg,
+		"PATH="+bin+":"+os.Getenv("PATH"))
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -32,6 +43,13 @@ func TestView(t *testing.T) {
 	}
 	if line, err = lines.ReadString('\n'); !strings.Contains(line, "first run: ssh -L ") {
 		t.Errorf("got %q, %v, want a command for ssh", line, err)
+	}
+	page, err := os.ReadFile(opened)
+	for begun := time.Now(); err != nil && time.Since(begun) < deadline; page, err = os.ReadFile(opened) {
+		time.Sleep(10 * time.Millisecond)
+	}
+	if !strings.HasPrefix(string(page), "600\n") || !strings.Contains(string(page), url) {
+		t.Errorf("the browser got %q, %v, want a file with mode 600 that redirects to %s", page, err, url)
 	}
 	jar, err := cookiejar.New(nil)
 	if err != nil {
@@ -58,6 +76,37 @@ func TestView(t *testing.T) {
 	}
 	if err := cmd.Wait(); err != nil {
 		t.Errorf("got %v after SIGINT, want exit status 0", err)
+	}
+	if left, err := filepath.Glob(filepath.Join(xdg, "gohvd", "*")); err != nil || len(left) > 0 {
+		t.Errorf("got %v, %v, want that the file for the browser was removed", left, err)
+	}
+}
+
+// A browser gets the name of --addr or, if hvdrun listens on all addresses, that of the host.
+func TestPageAddress(t *testing.T) {
+	for _, c := range []struct{ given, ip, want string }{
+		{"127.0.0.1:0", "127.0.0.1", "127.0.0.1:99"}, {"localhost:0", "127.0.0.1", "localhost:99"},
+		{"a.example:80", "10.0.0.1", "a.example:99"}, {"[::1]:0", "::1", "[::1]:99"},
+		{":0", "::", hostName() + ":99"}, {"0.0.0.0:0", "0.0.0.0", hostName() + ":99"},
+	} {
+		if got := pageAddress(c.given, &net.TCPAddr{IP: net.ParseIP(c.ip), Port: 99}); got != c.want {
+			t.Errorf("%s: got %s, want %s", c.given, got, c.want)
+		}
+	}
+}
+
+// If an export fails, a device and a link stay.
+func TestExportRemovesNoDevice(t *testing.T) {
+	link := filepath.Join(t.TempDir(), "out.html")
+	if err := os.Symlink("/dev/full", link); err != nil {
+		t.Fatal(err)
+	}
+	_, stderr, status := output(t, "view", "--export", link, putTimelines(t))
+	if status != 1 || !strings.Contains(stderr, "no space left on device") {
+		t.Errorf("got exit status %d and %q", status, stderr)
+	}
+	if _, err := os.Lstat(link); err != nil {
+		t.Error(err)
 	}
 }
 

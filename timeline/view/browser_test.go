@@ -375,6 +375,22 @@ func TestHostileNames(t *testing.T) {
 	}
 }
 
+// A browser that is led to the page by a file, as with --open, has access.
+func TestRedirect(t *testing.T) {
+	s := serve(t, straggler.read(t))
+	file := filepath.Join(t.TempDir(), "open.html")
+	if err := os.WriteFile(file, s.Redirect(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p := openTab(t, "file://"+file)
+	begun := time.Now()
+	for !strings.HasPrefix(p.text(`location.href`), "http://") && time.Since(begun) < time.Minute {
+		time.Sleep(10 * time.Millisecond)
+	}
+	p.ready()
+	p.noFaults()
+}
+
 // axe is axe-core 4.12.1 (MPL-2.0; its SHA-256 is 84494fec), which finds faults that keep people out.
 func axe(t *testing.T) string {
 	t.Helper()

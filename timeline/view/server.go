@@ -11,6 +11,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"html"
 	"net"
 	"net/http"
 	"net/url"
@@ -90,6 +91,12 @@ func (s *Server) URL() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return fmt.Sprintf("http://%s/?token=%s", net.JoinHostPort(s.host, s.port), s.token)
+}
+
+// Redirect returns an HTML page that leads a browser to URL.
+func (s *Server) Redirect() []byte {
+	return fmt.Appendf(nil, `<!DOCTYPE html><meta charset="utf-8"><title>hvdrun view</title>`+
+		`<meta http-equiv="refresh" content="0; url=%s">`+"\n", html.EscapeString(s.URL()))
 }
 
 // Serve serves the page until ctx is done. It closes the listener.
@@ -200,8 +207,10 @@ func (s *Server) enter(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if fits {
+		// After a link or a Redirect, a browser would not send a strict cookie to the page. A lax one is sent
+		// with no other request of another site.
 		http.SetCookie(w, &http.Cookie{Name: s.cookieName(), Value: s.cookie, Path: "/", HttpOnly: true,
-			SameSite: http.SameSiteStrictMode})
+			SameSite: http.SameSiteLaxMode})
 	}
 	w.Header().Set("Location", "/")
 	w.WriteHeader(http.StatusSeeOther)

@@ -81,7 +81,7 @@ func TestAccess(t *testing.T) {
 			t.Errorf("%s: got the policy %q", c.what, policy)
 		}
 		for _, cookie := range a.Cookies() {
-			if !cookie.HttpOnly || cookie.SameSite != http.SameSiteStrictMode {
+			if !cookie.HttpOnly || cookie.SameSite != http.SameSiteLaxMode {
 				t.Errorf("%s: got the cookie %v", c.what, cookie)
 			}
 		}
