@@ -10,9 +10,11 @@ import (
 )
 
 const (
-	// maxCells limits the number of cells of a table of ranks and steps. Of later steps, such a table has
-	// only the sum.
+	// maxCells limits the number of cells of a table of ranks and steps. If there are more, a row stands for
+	// several steps until the report has grouped them.
 	maxCells = 1 << 22
+	// maxList limits the number of entries of Details.Periods and of Details.Pending.
+	maxList = 1 << 22
 	// MaxMatrix is the largest number of ranks for which Details.Waits is made.
 	MaxMatrix = 256
 )
@@ -43,6 +45,8 @@ type Details struct {
 	Periods []Period
 	// Pending has, for each operation, how long a rank waited for the submissions of other ranks.
 	Pending []Wait
+	// LeftOut is the number of periods and waits for which Periods and Pending have no room.
+	LeftOut int64
 	// Waits[w][l] is how long rank w waited for rank l in all operations, in ns. It is nil if there are more
 	// than MaxMatrix ranks.
 	Waits [][]float64
@@ -73,26 +77,56 @@ type Wait struct {
 // detailer collects the details of a job.
 type detailer struct {
 	Details
-	all       bool // whether Periods, Pending and Waits are filled
-	waitedFor map[string]float64
+	all             bool // whether Periods, Pending and Waits are filled
+	waitedFor       map[string]float64
+	per             int // the number of steps of a row of the tables
+	maxRows, maxAll int // the limits of the tables, and of Periods and Pending
+}
+
+// tables returns the tables of steps and ranks.
+func (d *detailer) tables() []*[][]float32 {
+	return []*[][]float32{&d.HeldBy, &d.CausedBy, &d.WaitedBy}
 }
 
 // add adds a number to a cell of a table of steps and ranks.
 func (d *detailer) add(t *[][]float32, step, rank int, ns float64) {
-	ranks := max(len(d.Ranks), rank+1)
-	step = min(step, maxCells/ranks-1)
-	for len(*t) <= step {
+	for step/d.per >= d.maxRows {
+		d.halve()
+	}
+	d.put(t, step/d.per, rank, float32(ns))
+}
+
+func (d *detailer) put(t *[][]float32, at, rank int, ns float32) {
+	for len(*t) <= at {
 		*t = append(*t, nil)
 	}
-	row := &(*t)[step]
-	if len(*row) < ranks {
+	row := &(*t)[at]
+	if ranks := max(len(d.Ranks), rank+1); len(*row) < ranks {
 		*row = append(*row, make([]float32, ranks-len(*row))...)
 	}
-	(*row)[rank] += float32(ns)
+	(*row)[rank] += ns
+}
+
+// halve joins every two successive rows of the tables.
+func (d *detailer) halve() {
+	d.per *= 2
+	for _, t := range d.tables() {
+		rows := *t
+		*t = nil
+		for i, row := range rows {
+			if i%2 == 0 {
+				*t = append(*t, row)
+				continue
+			}
+			for rank, ns := range row {
+				d.put(t, i/2, rank, ns)
+			}
+		}
+	}
 }
 
 func newDetailer(j *Job, all bool) *detailer {
-	d := &detailer{all: all, waitedFor: make(map[string]float64)}
+	d := &detailer{all: all, waitedFor: make(map[string]float64), per: 1, maxAll: maxList}
 	of := make(map[int]*rankFiles)
 	most := j.size
 	for _, f := range j.ranks {
@@ -106,6 +140,7 @@ func newDetailer(j *Job, all bool) *detailer {
 		}
 		d.Ranks = append(d.Ranks, i)
 	}
+	d.maxRows = max(maxCells/max(most, 1), 1)
 	if all && most <= MaxMatrix {
 		for range most {
 			d.Waits = append(d.Waits, make([]float64, most))
@@ -128,7 +163,7 @@ func (d *detailer) Waited(tensor string, waiter, late int, at, wait time.Duratio
 
 func (d *detailer) HeldUp(rank int, from, to time.Duration, steady bool) {
 	if d.all {
-		d.Periods = append(d.Periods, Period{rank, from, to, steady})
+		keep(d, &d.Periods, Period{rank, from, to, steady})
 	}
 	if !steady {
 		return
@@ -151,7 +186,7 @@ func (d *detailer) stepAt(at time.Duration) int {
 // steady says that the first complete step began at the given time. It drops what belongs to the start-up.
 func (d *detailer) steady(at time.Duration) {
 	d.Steps = append(d.Steps[:0], at)
-	d.HeldBy, d.CausedBy, d.WaitedBy = nil, nil, nil
+	d.HeldBy, d.CausedBy, d.WaitedBy, d.per = nil, nil, nil, 1
 	clear(d.waitedFor)
 	for _, row := range d.Waits {
 		clear(row)
@@ -164,8 +199,17 @@ func (d *detailer) step(at time.Duration) { d.Steps = append(d.Steps, at) }
 // wait adds the time for which a rank waited for the submissions of others.
 func (d *detailer) wait(rank int, from, to, granted time.Duration) {
 	if d.all && to > from {
-		d.Pending = append(d.Pending, Wait{rank, from, to, granted})
+		keep(d, &d.Pending, Wait{rank, from, to, granted})
 	}
+}
+
+// keep adds an element to a list, unless it has no room.
+func keep[T any](d *detailer, list *[]T, x T) {
+	if len(*list) >= d.maxAll {
+		d.LeftOut++
+		return
+	}
+	*list = append(*list, x)
 }
 
 // group adds up the rows of the tables for each entry of the list of steps, and fills in the sums of the
@@ -179,14 +223,14 @@ func (d *detailer) group(list []Step) {
 	if len(list) == 0 {
 		return
 	}
-	for _, t := range []*[][]float32{&d.HeldBy, &d.CausedBy, &d.WaitedBy} {
+	for _, t := range d.tables() {
 		rows := *t
 		*t = nil
 		for i, row := range rows {
-			step := d.stepAt(was[min(i, len(was)-1)])
+			step := d.stepAt(was[min(i*d.per, len(was)-1)])
 			for rank, ns := range row {
 				if ns > 0 {
-					d.add(t, step, rank, float64(ns))
+					d.put(t, step, rank, ns)
 				}
 			}
 		}

@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/trace"
 )
@@ -86,6 +87,39 @@ func TestDetailsAddUp(t *testing.T) {
 	same("hosts", r.Hosts[0].CausedUS+r.Hosts[1].CausedUS, r.Lateness.WaitedUS)
 	if r.Hosts[0].Host != "h1" || len(r.Hosts[0].Ranks) != 2 {
 		t.Errorf("got the hosts %+v, want h1, the host of rank 3, first", r.Hosts)
+	}
+}
+
+// If there are more steps than rows, successive steps share a row, from the first to the last.
+func TestRowsOfManySteps(t *testing.T) {
+	d := newDetailer(&Job{size: 2}, true)
+	d.maxRows, d.maxAll = 4, 3
+	const steps = 21
+	for i := range steps {
+		at := time.Duration(10 * i)
+		if i == 0 {
+			d.steady(at)
+		} else {
+			d.step(at)
+		}
+		d.HeldUp(1, at, at+1, true)
+		d.Waited("w", 0, 1, at, 2)
+		d.wait(0, at, at+2, at+3)
+	}
+	if d.per != 8 || len(d.HeldBy) != 3 || len(d.CausedBy) != 3 || len(d.WaitedBy) != 3 {
+		t.Fatalf("got %d steps in each of %d rows", d.per, len(d.HeldBy))
+	}
+	for i, want := range []float32{8, 8, 5} {
+		if d.HeldBy[i][1] != want || d.CausedBy[i][1] != 2*want || d.WaitedBy[i][0] != 2*want {
+			t.Errorf("row %d: got %v, %v and %v, want %g steps", i, d.HeldBy[i], d.CausedBy[i], d.WaitedBy[i], want)
+		}
+	}
+	if len(d.Periods) != 3 || len(d.Pending) != 3 || d.LeftOut != 2*(steps-3) {
+		t.Errorf("got %d periods, %d waits and %d left out", len(d.Periods), len(d.Pending), d.LeftOut)
+	}
+	d.group([]Step{{BeginUS: 0}, {BeginUS: .16}})
+	if len(d.HeldBy) != 2 || d.HeldBy[0][1] != 16 || d.HeldBy[1][1] != 5 {
+		t.Errorf("got the groups %v, want 16 and 5 steps", d.HeldBy)
 	}
 }
 
