@@ -25,9 +25,14 @@ import (
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
-// maxOperations limits the number of operations of all ranks that are kept to be drawn. One takes about 150
-// bytes. The report has all operations.
-const maxOperations = 2 << 20
+// maxBytes limits the memory of the operations of all ranks that are kept to be drawn. That is about two
+// million with one tensor and three activities. The report has all operations. The other constants say what
+// an operation takes.
+const (
+	maxBytes                       = 512 << 20
+	opBytes, recordBytes, actBytes = 160, 16, 24
+	nameBytes                      = 64 // of each name, in addition to its text
+)
 
 // Run is a job whose timelines have been read.
 type Run struct {
@@ -39,8 +44,9 @@ type Run struct {
 	order []int   // the ranks, grouped by their hosts
 	names []string
 	ids   map[string]int32
-	// leftOut is the number of operations beyond maxOperations.
-	kept, leftOut int64
+	// room is how many bytes further operations may take. leftOut is the number of operations for which there
+	// was no room.
+	room, leftOut int64
 }
 
 // lane has the operations of one rank.
@@ -82,7 +88,7 @@ type act struct {
 
 // Read reads the timelines of a job.
 func Read(job *report.Job, o report.Options, title string) (*Run, error) {
-	v := &Run{Title: title, ids: make(map[string]int32)}
+	v := &Run{Title: title, ids: make(map[string]int32), room: maxBytes}
 	byRank := make(map[int]*lane)
 	r, d, err := job.Examine(o, func(rank int, o *trace.Operation) {
 		l := byRank[rank]
@@ -122,19 +128,25 @@ func Read(job *report.Job, o report.Options, title string) (*Run, error) {
 		l.finish(waits[rank])
 	}
 	if v.leftOut > 0 {
-		r.Problems = append(r.Problems, fmt.Sprintf("the timeline on this page lacks %d operations, because it has room for only %d; the report includes them",
-			v.leftOut, maxOperations))
+		r.Problems = append(r.Problems, fmt.Sprintf("the timeline on this page lacks %d operations, because it has room for only %d MiB; the report includes them",
+			v.leftOut, maxBytes>>20))
+	}
+	if d.LeftOut > 0 {
+		r.Problems = append(r.Problems, fmt.Sprintf("the timeline on this page lacks %d of the periods in which ranks waited, because it has no room for them; the report includes them",
+			d.LeftOut))
 	}
 	return v, nil
 }
 
 // add adds an operation to a lane.
 func (v *Run) add(l *lane, o *trace.Operation) {
-	if v.kept == maxOperations {
+	need := int64(opBytes + recordBytes*len(o.Records) + actBytes*len(o.Activities))
+	if v.room < need {
+		v.room = 0 // so that none of the later ones is kept
 		v.leftOut++
 		return
 	}
-	v.kept++
+	v.room -= need
 	r := &o.Records[0]
 	n := op{first: r.Submitted, last: r.Submitted, granted: r.Granted, begun: r.Begun, ended: r.Ended,
 		number: r.Number, set: int32(r.Set), record: int32(len(l.records)), act: int32(len(l.acts)),
@@ -165,6 +177,7 @@ func (v *Run) name(name string) int32 {
 	if !known {
 		id = int32(len(v.names))
 		v.ids[name], v.names = id, append(v.names, name)
+		v.room -= int64(len(name) + nameBytes)
 	}
 	return id
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
@@ -131,6 +132,21 @@ func TestTilesOfAllLevelsAgree(t *testing.T) {
 		if isLate != (rank == 2) || waits == (rank == 2) {
 			t.Errorf("rank %d is late in %d buckets and waits in %d", rank, count(row, late), count(row, waiting))
 		}
+	}
+}
+
+// The memory of the operations is limited, also if they have many tensors and activities.
+func TestOperationsAreLimited(t *testing.T) {
+	many := trace.Operation{Records: make([]trace.Record, 1000), Activities: make([]trace.Activity, 1000)}
+	few := trace.Operation{Records: make([]trace.Record, 1)}
+	v, l := &Run{ids: make(map[string]int32), room: 100_000}, &lane{}
+	for range 10 {
+		v.add(l, &many)
+		v.add(l, &few)
+	}
+	if len(l.ops) != 4 || len(l.records) != 2002 || len(l.acts) != 2000 || v.leftOut != 16 {
+		t.Errorf("got %d operations with %d tensors and %d activities, and %d left out", len(l.ops), len(l.records),
+			len(l.acts), v.leftOut)
 	}
 }
 
