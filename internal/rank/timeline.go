@@ -134,8 +134,8 @@ func (t *timelines) stop() error {
 	old := t.active
 	t.active, t.path = nil, ""
 	e := t.engine()
+	e.Watch(nil) // so that no operation is pending in the file and ends in it later
 	old.Pending(time.Since(e.Clock().Start), e.Pending())
-	e.Watch(nil)
 	err := old.Close()
 	t.count(nil) // adds the operations that Close dropped
 	return err

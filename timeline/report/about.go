@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -81,26 +82,40 @@ func (j *Job) about() About {
 
 // pending returns the operations that were pending when the timelines ended. The one that had been pending
 // for longest is the first.
-func (r *Report) pending(j *Job) []Pending {
-	all := []Pending{}
-	for _, f := range j.ranks {
+func (r *Report) pending(c *collection) []Pending {
+	all, ranks := []Pending{}, c.job.ranks
+	var submissions []time.Duration // the last submission of each of them
+	for _, s := range c.streams {
+		f := s.files
 		for _, op := range f.last().pending {
+			submitted := s.reference(op.submitted)
+			if c.pending[pendingKey{op.tensor, op.set}].succeeded[f.rank] > submitted {
+				continue // it ended while the timeline was stopped
+			}
 			i := slices.IndexFunc(all, func(p Pending) bool {
 				return p.Tensor == op.tensor && p.Set == op.set
 			})
 			if i < 0 {
 				i = len(all)
+				submissions = append(submissions, submitted)
 				all = append(all, Pending{Tensor: op.tensor, Kind: op.kind, Set: op.set, Missing: []int{},
 					Unknown: []int{}})
 			}
 			p := &all[i]
 			p.Waiting, p.Granted = append(p.Waiting, f.rank), p.Granted || op.granted
+			submissions[i] = max(submissions[i], submitted)
 			p.WaitedUS = max(p.WaitedUS, micros(op.at-op.submitted))
 		}
 	}
 	for i := range all {
-		if p := &all[i]; !p.Granted {
-			for _, f := range j.ranks {
+		p := &all[i]
+		// The ranks stop their timelines at different moments, so another rank's file may have the grant.
+		times := c.pending[pendingKey{p.Tensor, p.Set}].granted
+		p.Granted = p.Granted || slices.ContainsFunc(ranks, func(f *rankFiles) bool {
+			return f.clock.known && times[f.rank] > submissions[i]+c.clockErr
+		})
+		if !p.Granted {
+			for _, f := range ranks {
 				switch {
 				case slices.Contains(p.Waiting, f.rank) || !r.member(p.Set, f.rank):
 				case f.last().ended:

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -97,6 +98,16 @@ const maxNames = 1 << 14
 
 const never = math.MinInt64
 
+// pendingKey is the name of an operation in its process set.
+type pendingKey struct {
+	tensor string
+	set    topo.ProcessSetID
+}
+
+// latest has, for the operations of a name in the files, by rank, when the last one was granted, and when the
+// last one was granted that had no error. The times are on rank 0's clock.
+type latest struct{ granted, succeeded map[int]time.Duration }
+
 // collection holds the statistics of the files of a job from which the report is made.
 type collection struct {
 	job     *Job
@@ -108,6 +119,9 @@ type collection struct {
 	// the constant never if none has begun yet.
 	steadyFrom time.Duration
 	details    *detailer
+	// pending has the operations that were pending at the end of a file, and what the files say about others
+	// of the same names.
+	pending map[pendingKey]*latest
 
 	operations               int64
 	responses, responseBytes analysis.Sample
@@ -127,7 +141,7 @@ func (s *stream) read(yield func(*operation) bool) {
 // memory. It passes each operation to see, if that is not nil.
 func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, error) {
 	c := &collection{job: j, names: make(map[string]*nameStats), steadyFrom: never,
-		details: newDetailer(j, see != nil)}
+		details: newDetailer(j, see != nil), pending: make(map[pendingKey]*latest)}
 	of := make(map[*analysis.Member]*rankStats)
 	c.late = analysis.NewLate(func(m *analysis.Member, from, to, granted time.Duration) {
 		of[m].cover(waiting, from, to)
@@ -136,6 +150,10 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 	})
 	c.late.Watch(c.details)
 	for _, f := range j.ranks {
+		for _, p := range f.last().pending {
+			c.pending[pendingKey{p.tensor, p.set}] = &latest{granted: make(map[int]time.Duration),
+				succeeded: make(map[int]time.Duration)}
+		}
 		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never}, frontier: never}
 		s.steps.marked = f.marked()
 		s.mark = func(e *event) { c.mark(s, e) }
@@ -218,6 +236,13 @@ func (c *collection) record(s *stream, r *trace.Record) {
 	n := c.nameOf(r.Name)
 	n.total.Add(int64(r.Ended - r.Submitted))
 	n.bytes, n.last = max(n.bytes, r.Bytes), *r
+	if p := c.pending[pendingKey{r.Name, r.Set}]; p != nil {
+		rank := s.files.rank
+		p.granted[rank] = max(p.granted[rank], r.Granted)
+		if r.Error == "" {
+			p.succeeded[rank] = max(p.succeeded[rank], r.Granted)
+		}
+	}
 	if r.Error != "" {
 		s.errors++
 		n.errors++

@@ -187,23 +187,50 @@ func marked(optimizer bool) func(*testing.T, string) {
 	})
 }
 
+// pending writes that an operation was pending after 9 s.
+func (f *file) pending(kind, name string, set, submitted int, more string) {
+	f.event(`{"name":"hvd_pending","ph":"i","s":"p","ts":9000000,"pid":0,"args":{"tensor":%q,"kind":%q,"set":%d,"submitted":%d%s}}`,
+		name, kind, set, submitted, more)
+}
+
+// The ranks stop their timelines at different moments. If the file of a rank has the end of an operation that
+// is pending in another file, or in the same one, no rank was missing.
+func TestPendingThatEnded(t *testing.T) {
+	dir := t.TempDir()
+	each(3, 9_000_001, func(r int, f *file) {
+		f.op(op(1, "x", 1_000_000, 1_000_100))
+		switch r {
+		case 0:
+			f.op(op(3, "v", 6_000_000, 6_000_100))
+			f.pending("ALLREDUCE", "w", 0, 4_000_000, "")
+			f.pending("ALLREDUCE", "v", 0, 6_000_000, "")
+			f.pending("ALLREDUCE", "x", 0, 7_000_000, "")
+		case 1:
+			f.op(op(2, "w", 5_000_000, 5_000_100))
+		case 2:
+			f.pending("ALLREDUCE", "x", 0, 7_000_000, "")
+		}
+	})(t, dir)
+	all := reportOf(t, dir).Pending
+	if len(all) != 2 || all[0].Tensor != "w" || !all[0].Granted || len(all[0].Missing) != 0 ||
+		all[1].Tensor != "x" || all[1].Granted || !slices.Equal(all[1].Missing, []int{1}) {
+		t.Errorf("got %+v, want w, which all ranks had submitted, and x, for which rank 1 was missing", all)
+	}
+}
+
 // ended writes a job of 4 ranks, of which rank 2 stays away from "x", and rank 3 from "y" of set 5 with ranks
 // 1 and 3. All ranks have submitted "z".
 func ended(r int, f *file) {
 	f.event(`{"name":"hvd_job","ph":"M","pid":0,"args":{"gohvd":"0.7.0","command":["train"],"settings":{"HOROVOD_FUSION_THRESHOLD":"1"}}}`)
 	f.event(`{"name":"hvd_set","ph":"M","pid":0,"args":{"set":5,"ranks":[1,3]}}`)
 	f.op(op(1, "before", 1000, 2000))
-	pending := func(kind, name string, set, submitted int, more string) {
-		f.event(`{"name":"hvd_pending","ph":"i","s":"p","ts":9000000,"pid":0,"args":{"tensor":%q,"kind":%q,"set":%d,"submitted":%d%s}}`,
-			name, kind, set, submitted, more)
-	}
 	if r != 2 {
-		pending("ALLREDUCE", "x", 0, 4_000_000+1000*r, "")
+		f.pending("ALLREDUCE", "x", 0, 4_000_000+1000*r, "")
 	}
 	if r == 1 {
-		pending("ALLGATHER", "y", 5, 6_000_000, "")
+		f.pending("ALLGATHER", "y", 5, 6_000_000, "")
 	}
-	pending("BROADCAST", "z", 0, 3_000_000, `,"op":2,"granted":3000010`)
+	f.pending("BROADCAST", "z", 0, 3_000_000, `,"op":2,"granted":3000010`)
 }
 
 // killed writes the job of ended, but the process of rank 2 was killed.

@@ -303,7 +303,7 @@ func (j *Job) Examine(o Options, see func(rank int, op *trace.Operation)) (*Repo
 	if o.FusionThresholdBytes > 0 {
 		r.Fusion.Fill = r.Fusion.MeanBytes / float64(o.FusionThresholdBytes)
 	}
-	r.Pending = r.pending(j)
+	r.Pending = r.pending(c)
 	r.fillProblems(j, c)
 	r.fillHosts(c.details.Ranks)
 	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(late), r.startup(late)
