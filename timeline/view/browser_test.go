@@ -391,6 +391,42 @@ func TestRedirect(t *testing.T) {
 	p.noFaults()
 }
 
+// An answer that comes after the choice of something else is not shown.
+func TestLateAnswers(t *testing.T) {
+	p := openTab(t, serve(t, straggler.read(t)).URL())
+	p.ready()
+	p.text(`(() => {
+		const real = fetch;
+		globalThis.fetch = async address => {
+			const answer = await real(address);
+			if (address.includes("name=held")) {
+				await new Promise(done => { globalThis.release = done; });
+				globalThis.release = undefined;
+			}
+			return answer;
+		};
+		globalThis.choose = metric => {
+			document.getElementById("metric").value = metric;
+			document.getElementById("metric").dispatchEvent(new Event("change"));
+			return "";
+		};
+		return "";
+	})()`)
+	most := func() string { return p.text(`document.getElementById("heat-most").textContent`) }
+	caused := most()
+	p.text(`choose("held")`)
+	p.wait(`!!globalThis.release`)
+	p.text(`choose("waited")`)
+	p.wait(`document.getElementById("heat-most").textContent !== "` + caused + `"`)
+	waited := most()
+	p.text(`release() ?? ""`)
+	p.wait(`!globalThis.release`)
+	p.still()
+	if got := most(); got != waited {
+		t.Errorf("got %s, as the late answer has it, want %s", got, waited)
+	}
+}
+
 // axe is axe-core 4.12.1 (MPL-2.0; its SHA-256 is 84494fec), which finds faults that keep people out.
 func axe(t *testing.T) string {
 	t.Helper()
