@@ -111,7 +111,7 @@ def unstarted() -> Any:
 import ctypes, os
 runtime, n = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"]), ctypes.c_int()
 runtime.cudaRuntimeGetVersion(ctypes.byref(n))
-runtime.cudaDriverGetVersion(ctypes.byref(n))
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(n))
 ctypes.CDLL(os.environ["HVD_NCCL_LIBRARY"]).ncclGetVersion(ctypes.byref(n))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 print(runtime.cudaGetDeviceCount(ctypes.byref(n)))

@@ -14,7 +14,6 @@ typedef struct {
 	const char *(*getErrorName)(int);
 	const char *(*getErrorString)(int);
 	int (*runtimeGetVersion)(int *);
-	int (*driverGetVersion)(int *);
 	int (*deviceGetAttribute)(int *, int, int);
 	int (*memGetInfo)(size_t *, size_t *);
 	int (*malloc)(void **, size_t);
@@ -37,6 +36,7 @@ typedef struct {
 	int (*primaryCtxRetain)(void **, int);
 	int (*ctxPushCurrent)(void *);
 	int (*ctxPopCurrent)(void **);
+	int (*driverGetVersion)(int *);
 } functions;
 
 // A cudaMemcpyAttributes. The headers of CUDA 12.8, 12.9, 13.0 and 13.5 all have this layout. A hint is a
@@ -72,10 +72,9 @@ typedef int batch13(void *const *, const void *const *, const size_t *, size_t, 
 	return code
 
 static int gohvdCount(functions *f, int *n) { return f->getDeviceCount(n); }
-static int gohvdVersions(functions *f, int *runtime, int *driver) {
-	int code = f->runtimeGetVersion(runtime);
-	return code ? code : f->driverGetVersion(driver);
-}
+static int gohvdVersion(functions *f, int *runtime) { return f->runtimeGetVersion(runtime); }
+// cudaDriverGetVersion would start the driver.
+static int gohvdDriverVersion(functions *f, int *driver) { return f->driverGetVersion(driver); }
 static const char *gohvdErrorName(functions *f, int code) { return f->getErrorName(code); }
 static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
 static int gohvdProcessors(functions *f, int device, int *n) {
@@ -177,7 +176,7 @@ import (
 // functions are the names of the functions in C's struct of the same name, in its order.
 var functions = []string{
 	"cudaGetDeviceCount", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
-	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetAttribute",
+	"cudaRuntimeGetVersion", "cudaDeviceGetAttribute",
 	"cudaMemGetInfo", "cudaMalloc",
 	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync",
 	"cudaDeviceGetStreamPriorityRange", "cudaStreamCreateWithPriority", "cudaStreamDestroy",
@@ -187,7 +186,8 @@ var functions = []string{
 }
 
 // driverFunctions are the names of the functions of libcuda in C's struct.
-var driverFunctions = []string{"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"}
+var driverFunctions = []string{"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
+	"cuDriverGetVersion"}
 
 // batchFunction is the name of the function for several copies, which older runtimes lack.
 const batchFunction = "cudaMemcpyBatchAsync"
@@ -201,6 +201,7 @@ type Runtime struct {
 	// Version and DriverVersion are 1000 times the major plus 10 times the minor version. DriverVersion is
 	// the newest version that the driver supports, or 0 if there is no driver.
 	Version, DriverVersion int
+	noDriver               error // why there is no driver
 	f                      *C.functions
 	// batch is cudaMemcpyBatchAsync, or nil if the runtime or the driver is older than CUDA 12.8, or if the
 	// runtime is so new that its parameters are not known.
@@ -218,8 +219,7 @@ type Runtime struct {
 // CUDA_VISIBLE_DEVICES has no effect, and a process that is forked cannot use CUDA.
 func (r *Runtime) Count() (int, error) { return r.count() }
 
-// countDevices implements Count. It also loads the functions of the driver, which a host without devices may
-// not have.
+// countDevices implements Count.
 func (r *Runtime) countDevices() (int, error) {
 	var n C.int
 	if err := r.check("cudaGetDeviceCount", C.gohvdCount(r.f, &n)); err != nil {
@@ -228,13 +228,7 @@ func (r *Runtime) countDevices() (int, error) {
 	if n == 0 {
 		return 0, errors.New("cuda: cudaGetDeviceCount has counted 0 devices")
 	}
-	err := OpenLibrary(func(driver *Library) error {
-		return driver.load(r.table()[len(functions):], driverFunctions)
-	}, "libcuda.so.1")
-	if err != nil {
-		return 0, fmt.Errorf("cuda: %w", err)
-	}
-	return int(n), nil
+	return int(n), r.noDriver
 }
 
 // table returns the places of the functions.
@@ -279,9 +273,15 @@ func newRuntime(l *Library) (*Runtime, error) {
 		return nil, err
 	}
 	var version, driver C.int
-	if err := r.check("cudaRuntimeGetVersion", C.gohvdVersions(r.f, &version, &driver)); err != nil {
+	if err := r.check("cudaRuntimeGetVersion", C.gohvdVersion(r.f, &version)); err != nil {
 		return nil, err
 	}
+	r.noDriver = OpenLibrary(func(l *Library) error {
+		if err := l.load(r.table()[len(functions):], driverFunctions); err != nil {
+			return err
+		}
+		return r.check("cuDriverGetVersion", C.gohvdDriverVersion(r.f, &driver))
+	}, "libcuda.so.1")
 	r.Version, r.DriverVersion = int(version), int(driver)
 	if min(r.Version, r.DriverVersion) >= 12080 && r.Version < 14000 {
 		l.Symbols(unsafe.Slice(&r.batch, 1), []string{batchFunction})
@@ -292,8 +292,8 @@ func newRuntime(l *Library) (*Runtime, error) {
 // CheckDriver returns an error if there is no driver, or one that is too old for the runtime.
 func (r *Runtime) CheckDriver() error {
 	switch {
-	case r.DriverVersion == 0:
-		return errors.New("cuda: this host has no driver for CUDA")
+	case r.noDriver != nil:
+		return fmt.Errorf("cuda: this host has no driver for CUDA: %w", r.noDriver)
 	case r.DriverVersion/1000 < r.Version/1000:
 		return fmt.Errorf("cuda: %s has version %s, but the driver supports CUDA only up to %s: install a "+
 			"newer driver or an older runtime (HVD_CUDART_LIBRARY)", r.Library.File, VersionText(r.Version),

@@ -122,6 +122,11 @@ size_t standin_context_bytes(int device) {
 	return primary[device].made ? (size_t)standin_setting("STANDIN_CUDA_CONTEXT_BYTES", 0) : 0;
 }
 
+int cuDriverGetVersion(int *v) {
+	*v = (int)standin_setting("STANDIN_CUDA_DRIVER", standin_setting("STANDIN_CUDA_VERSION", 12080));
+	return success;
+}
+
 int cuDevicePrimaryCtxRetain(void **context, int device) {
 	if (device < 0 || device >= standin_devices())
 		return invalidDevice;

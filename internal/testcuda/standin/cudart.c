@@ -40,6 +40,8 @@
 
 enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600, captureUnsupported = 900 };
 
+int cuDriverGetVersion(int *v);
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 // ---- devices
@@ -122,12 +124,6 @@ const char *cudaGetErrorString(int code) {
 
 int cudaRuntimeGetVersion(int *v) {
 	*v = (int)standin_setting("STANDIN_CUDA_VERSION", 12080);
-	return success;
-}
-
-int cudaDriverGetVersion(int *v) {
-	cudaRuntimeGetVersion(v);
-	*v = (int)standin_setting("STANDIN_CUDA_DRIVER", *v);
 	return success;
 }
 
@@ -578,7 +574,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 	static const char call[] = "cudaMemcpyBatchAsync";
 	int runtime, driver;
 	cudaRuntimeGetVersion(&runtime);
-	cudaDriverGetVersion(&driver);
+	cuDriverGetVersion(&driver);
 	void *stream = eighth;
 	size_t *failed = NULL;
 	if (runtime < 13000) {

@@ -10,7 +10,7 @@ int cudaGetLastError(void) { return 0; }
 const char *cudaGetErrorName(int code) { return (void)code, ""; }
 const char *cudaGetErrorString(int code) { return (void)code, ""; }
 int cudaRuntimeGetVersion(int *v) { return *v = 12080, 0; }
-int cudaDriverGetVersion(int *v) { return *v = 12080, 0; }
+int cuDriverGetVersion(int *v) { return *v = 12080, 0; }
 int cudaDeviceGetAttribute(int *v, int what, int device) { return (void)what, (void)device, *v = 132, 0; }
 int cudaMemGetInfo(size_t *unused, size_t *total) { return *unused = *total = 1 << 30, 0; }
 int cudaMalloc(void **p, size_t n) { return *p = malloc(n), 0; }
