@@ -308,7 +308,7 @@ func (a *agent) begin() {
 		a.running.Add(1)
 		a.endRestarts = sync.OnceFunc(a.running.Done)
 	}
-	a.start(a.envs, func(i int, m *member) { a.members = append(a.members, m) }, a.outputs)
+	a.start(0, a.envs, a.outputs)
 	go func() {
 		a.running.Wait()
 		close(a.over)
@@ -322,8 +322,8 @@ func (a *agent) restart(i int, vars []string) error {
 		return fmt.Errorf("got an unexpected order to start the rank with index %d", i)
 	}
 	if vars != nil {
-		if i == len(a.members) {
-			a.envs, a.members = append(a.envs, nil), append(a.members, nil)
+		if i == len(a.envs) {
+			a.envs = append(a.envs, nil)
 		}
 		a.envs[i] = append(without(a.env, vars), vars...)
 	}
@@ -335,10 +335,10 @@ func (a *agent) restart(i int, vars []string) error {
 		}
 		outputs = append(outputs, s)
 	}
-	if a.members[i] != nil {
+	if i < len(a.members) {
 		a.members[i].release()
 	}
-	a.start(a.envs[i:i+1], func(_ int, m *member) { a.members[i] = m }, outputs)
+	a.start(i, a.envs[i:i+1], outputs)
 	return nil
 }
 
@@ -348,14 +348,17 @@ func (a *agent) end() {
 	a.endRestarts()
 }
 
-// start starts a helper with each environment in envs, passes it to add, and starts the goroutines that
-// forward its reports and output. outputs holds two streams for each helper.
-func (a *agent) start(envs [][]string, add func(i int, m *member), outputs []io.WriteCloser) {
+// start starts a helper with each environment in envs for the rank with the index first and those after it,
+// and starts the goroutines that forward its reports and output. outputs holds two streams for each helper.
+func (a *agent) start(first int, envs [][]string, outputs []io.WriteCloser) {
 	helpers := newBatch()
 	members, err := a.startHelpers(helpers, envs)
 	for i, m := range members {
-		add(i, m)
-		index := slices.Index(a.members, m)
+		index := first + i
+		if index == len(a.members) {
+			a.members = append(a.members, nil)
+		}
+		a.members[index] = m
 		a.reports.Go(func() { a.forwardReports(index, m) })
 		for j, in := range m.outputs {
 			a.relays.Go(func() { a.relay(in, outputs[2*i+j]) })

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/yamux"
@@ -58,6 +59,7 @@ type agentConn struct {
 	// ready is set when the agent can start its ranks, and over when no process of its ranks is left. Only
 	// the supervisor's goroutine uses the two fields.
 	ready, over bool
+	dropped     atomic.Bool // the launcher has cut the connection, because the agent has refused a rank
 
 	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
 	// mean that a rank has failed. It is valid after job.writers is done.
@@ -246,7 +248,7 @@ func (j *job) serveAgent(c *agentConn) {
 // cutShort records that output may be missing. It does nothing if the launcher itself has ended the
 // connection.
 func (c *agentConn) cutShort(j *job, err error) {
-	if !j.dropped.Load() {
+	if !j.dropped.Load() && !c.dropped.Load() {
 		c.lost = fmt.Errorf("launch: host %s: the last output was lost: %w", c.host, err)
 	}
 }

@@ -274,6 +274,11 @@ func (j *job) handleElasticReady(c *agentConn) {
 func (j *job) loseAgent(c *agentConn, err error) {
 	if j.members.over || j.members.machine.HasRoster() {
 		j.handleLoss(c, err, time.Now())
+		if c.ready {
+			// The agent waits for orders, and gets none any more.
+			c.dropped.Store(true)
+			j.cut(c)
+		}
 		return
 	}
 	j.stopMachine()

@@ -2,6 +2,7 @@ package launch_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -225,6 +226,36 @@ esac`)})
 	want := "generation 2: 1 rank: rank 1 (h2:0) leaves: SIGTERM to the agent on its host; rank 2 (h2:1) leaves: "
 	if !strings.Contains(r.stderr.String(), want) {
 		t.Errorf("got %q, want %q", r.stderr.String(), want)
+	}
+}
+
+// TestElasticRefusal adds a slot to a host whose agent has no file descriptor left for another rank. The host
+// is lost, and the others go on.
+func TestElasticRefusal(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	writeFile(filepath.Join(dir, "hosts"), "echo h1; echo h2")
+	r := start(t, spec{NP: 2, Hosts: "h1,h2",
+		Elastic: &elasticSpec{Min: 1, CooldownMS: 60_000, Folder: dir, Discover: true},
+		Command: elasticScript(dir, `case $me in
+h1:0/1) roster 1; tell synced 1; await limited; hosts h1 h2:2; roster 2; tell synced 2; tell done;;
+h2:0/1) roster 1; sleep 1000;;
+esac`)})
+	pid := r.agentOf("h2")
+	r.awaitOutput(&r.stderr, "generation 1: 2 ranks", 1)
+	var limit unix.Rlimit
+	err := unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &limit)
+	limit.Cur = 0
+	if err = errors.Join(err, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &limit, nil)); err != nil {
+		t.Fatal(err)
+	}
+	writeFile(filepath.Join(dir, "limited"), "")
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	const want = "generation 2: 1 rank: rank 1 (h2:0): lost host h2: "
+	if text := r.stderr.String(); !strings.Contains(text, want) || !strings.Contains(text, "too many open files") {
+		t.Errorf("got %q, want %q, and the reason", text, want)
 	}
 }
 

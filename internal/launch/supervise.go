@@ -259,7 +259,7 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 		k.gone = true
 	}
 	switch {
-	case len(lost) > 0 || !j.begun || !c.ready:
+	case len(lost) > 0 || !j.begun || !c.ready || c.dropped.Load():
 	case j.o.Elastic != nil && !j.members.over:
 		j.console.note("lost host %s, which had no rank any more: %v", c.host, err)
 	default:
