@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -222,9 +223,9 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 		counts.changed(r)
 		_ = members.Publish(r) // fails only if kv is closed, and then the job is over
 	}
-	reports.ranks.OnVerdict(func(v joblink.Verdict) {
+	reports.ranks.OnVerdict(func(v joblink.Verdict, by topo.Rank) {
 		go put(func(m *elastic.Machine, now time.Time) elastic.Output {
-			return m.Failed(now, m.Processes(v.Generation, v.Ranks, v.Starting), logs.Escape(v.Reason))
+			return m.Failed(now, m.Processes(v.Generation, by, v.Ranks, v.Starting), logs.Escape(v.Reason))
 		})
 	})
 	go func() {

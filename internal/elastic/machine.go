@@ -183,16 +183,22 @@ func (m *Machine) Done(now time.Time, p Member) Output {
 // maxEarlier is how many rosters before the newest one are kept, for verdicts that arrive late.
 const maxEarlier = 16
 
-// Processes returns the processes that had the given ranks in a generation, and seem to have failed. It omits
-// those that it does not know. starting says that the ranks had not begun the generation yet. Then it omits
-// them if there is a later one, because the others leave a generation that has not begun at once.
-func (m *Machine) Processes(generation uint64, ranks []topo.Rank, starting bool) (processes []Member) {
+// Processes returns the processes that had the given ranks in a generation, and seem to have failed, as the
+// rank by of that generation has found. It omits those that it does not know, and all if that rank itself has
+// failed or is killed: of ranks that find each other silent, those whose verdict arrives first go on.
+// starting says that the ranks had not begun the generation yet. Then it omits them if there is a later one,
+// because the others leave a generation that has not begun at once.
+func (m *Machine) Processes(generation uint64, by topo.Rank, ranks []topo.Rank,
+	starting bool) (processes []Member) {
 	if starting && m.roster != nil && m.roster.Generation > generation {
 		return nil
 	}
 	for _, r := range append(m.earlier, m.roster) {
-		if r == nil || r.Generation != generation {
+		if r == nil || r.Generation != generation || by < 0 || int(by) >= len(r.Members) {
 			continue
+		}
+		if k := m.find(r.Members[by]); k == nil || k.state == killed || k.lost != "" {
+			return nil
 		}
 		for _, rank := range ranks {
 			if rank >= 0 && int(rank) < len(r.Members) {

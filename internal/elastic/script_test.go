@@ -26,6 +26,7 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print into tes
 //	synced                  all ranks of the newest roster have the state of the training
 //	ended h1:0 137 killed by SIGKILL
 //	failed h1:0,h1:1 is silent
+//	verdict 1 0 2,3 is silent    rank 0 of generation 1 has found that ranks 2 and 3 have failed
 //	leave h2:1 preempted
 //	leave-host h2 preempted
 //	done all                the training has returned
@@ -106,6 +107,13 @@ func (p *player) event(words []string) {
 		p.print(p.m.Ended(p.now, p.member(rest[0]), p.number(rest[1]), strings.Join(rest[2:], " ")))
 	case "failed":
 		p.print(p.m.Failed(p.now, p.members(strings.Split(rest[0], ","), nil), strings.Join(rest[1:], " ")))
+	case "verdict":
+		var ranks []topo.Rank
+		for _, r := range strings.Split(rest[2], ",") {
+			ranks = append(ranks, topo.Rank(p.number(r)))
+		}
+		failed := p.m.Processes(uint64(p.number(rest[0])), topo.Rank(p.number(rest[1])), ranks, false)
+		p.print(p.m.Failed(p.now, failed, strings.Join(rest[3:], " ")))
 	case "leave":
 		p.print(p.m.Leave(p.now, p.member(rest[0]), strings.Join(rest[1:], " ")))
 	case "leave-host":
@@ -261,15 +269,15 @@ func TestProcesses(t *testing.T) {
 	m.Ready(now, b)
 	both := []topo.Rank{0, 1, 7}
 	for _, starting := range []bool{false, true} {
-		if got := m.Processes(1, both, starting); !slices.Equal(got, []elastic.Member{a, b}) {
+		if got := m.Processes(1, 1, both, starting); !slices.Equal(got, []elastic.Member{a, b}) {
 			t.Errorf("starting %t: got %v, want both", starting, got)
 		}
 	}
 	m.Failed(now, []elastic.Member{a}, "failed")
-	if got := m.Processes(1, both, false); !slices.Equal(got, []elastic.Member{a, b}) {
+	if got := m.Processes(1, 1, both, false); !slices.Equal(got, []elastic.Member{a, b}) {
 		t.Errorf("got %v, want both processes of the generation before", got)
 	}
-	if got := m.Processes(1, both, true); got != nil {
+	if got := m.Processes(1, 1, both, true); got != nil {
 		t.Errorf("got %v, want none", got)
 	}
 }

@@ -285,8 +285,9 @@ type Launcher struct {
 	last       uint64
 	ranks      int
 	generation uint64 // of an elastic job, or 0
-	// onVerdict, if not nil, is called with each verdict, which is not kept.
-	onVerdict func(Verdict)
+	// onVerdict, if not nil, is called with each verdict, which is not kept, and with the rank that has
+	// reported it.
+	onVerdict func(v Verdict, by topo.Rank)
 	open      []*inquiry
 	// verdicts has those of one epoch, at most one of each rank, in the order in which they have arrived. The
 	// first one counts.
@@ -394,7 +395,7 @@ func (l *Launcher) take(m message) {
 		switch {
 		case l.onVerdict != nil:
 			if err == nil && !v.Over {
-				l.onVerdict(v)
+				l.onVerdict(v, topo.Rank(m.Rank))
 			}
 		case err != nil || l.isOld(v):
 		case v.Over:
@@ -423,9 +424,10 @@ func (l *Launcher) take(m message) {
 	}
 }
 
-// OnVerdict makes the launcher call handle with each verdict from now on, instead of keeping it. handle must
-// not block. It is for elastic jobs, which go on after a verdict.
-func (l *Launcher) OnVerdict(handle func(Verdict)) {
+// OnVerdict makes the launcher call handle with each verdict from now on, instead of keeping it, and with the
+// rank of v.Generation that has reported it. handle must not block. It is for elastic jobs, which go on after
+// a verdict.
+func (l *Launcher) OnVerdict(handle func(v Verdict, by topo.Rank)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.onVerdict = handle

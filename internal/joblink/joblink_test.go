@@ -398,6 +398,31 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
+// An elastic job gets each verdict, with the rank that has reported it, except those that are taken back.
+func TestOnVerdict(t *testing.T) {
+	kv, dial := served(t)
+	l := listen(t, kv, 2, deaf)
+	type heard struct {
+		generation uint64
+		by         topo.Rank
+		ranks      string
+	}
+	all := make(chan heard, 2)
+	l.OnVerdict(func(v Verdict, by topo.Rank) { all <- heard{v.Generation, by, topo.FormatRanks(v.Ranks)} })
+	for by := range 2 {
+		link, other := NewOf(3, dial(), by), []topo.Rank{topo.Rank(1 - by)}
+		for _, over := range []bool{true, false} {
+			v := Verdict{Epoch: 1, Ranks: other, Over: over}
+			if err := link.ReportVerdict(t.Context(), v); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got, want := <-all, (heard{3, topo.Rank(by), topo.FormatRanks(other)}); got != want {
+			t.Errorf("got %+v, want %+v", got, want)
+		}
+	}
+}
+
 // TestDoubt checks that the next verdict replaces one that is doubted, and that a verdict about whichever
 // process has a rank counts after the restart of the rank too.
 func TestDoubt(t *testing.T) {
