@@ -139,9 +139,11 @@ func (m *Machine) Leave(now time.Time, p Member, why string) Output {
 // LeaveHost is like Leave for all processes on a host. No process is started there until the host was away.
 func (m *Machine) LeaveHost(now time.Time, host, why string) Output {
 	m.now = now
-	for _, s := range m.usable() {
-		if s.Host == host {
-			m.departed[s] = true
+	for _, h := range m.hosts {
+		for i := range h.Slots {
+			if h.Name == host {
+				m.departed[Slot{h.Name, i}] = true
+			}
 		}
 	}
 	return m.leave(why, func(k *member) bool { return k.Host == host })
