@@ -46,6 +46,7 @@ type member struct {
 	done    bool   // the training has returned in the process, so it is no rank of a later roster
 	leaving string // why the process has asked to leave, or ""
 	lost    string // how the process has failed or ended before the training had returned in it, or ""
+	missed  bool   // done is set, but other ranks of the newest roster wait for the process
 }
 
 type state int
@@ -173,10 +174,11 @@ func (m *Machine) leave(why string, is func(*member) bool) Output {
 	return out
 }
 
-// Done tells that the training has returned in process p.
+// Done tells that the training has returned in process p. It may have returned before p has learned of the
+// newest roster.
 func (m *Machine) Done(now time.Time, p Member) Output {
 	m.now = now
-	if k := m.find(p); k != nil && k.state == active {
+	if k := m.find(p); k != nil && (k.state == active || k.state == outside) {
 		k.done, m.finished = true, true
 	}
 	return m.step()
@@ -211,12 +213,17 @@ func (m *Machine) Processes(generation uint64, by topo.Rank, ranks []topo.Rank,
 	return processes
 }
 
-// Failed tells that ranks have found processes that have failed, though they may not have ended.
+// Failed tells that ranks have found processes that have failed, though they may not have ended. If the
+// training has returned in such a process, the ranks that wait for it go on without it.
 func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
 	m.now = now
 	for _, p := range processes {
 		k := m.find(p)
-		if k == nil || k.state >= killed || k.done {
+		if k != nil && k.done {
+			k.missed = m.roster.Rank(p) >= 0
+			continue
+		}
+		if k == nil || k.state >= killed {
 			continue
 		}
 		if k.state < outside {
@@ -237,7 +244,7 @@ func (m *Machine) Ended(now time.Time, p Member, status int, how string) Output 
 	}
 	switch {
 	case k.state == killed:
-	case k.done && status != 0:
+	case k.done && status != 0 && (k.state == active || !m.leaves(k)):
 		m.end(fmt.Sprintf("%s: %s after the training", m.title(k), how), &k.Member)
 	case k.done || k.state == outside:
 	case status == 0:
@@ -438,9 +445,9 @@ func (m *Machine) finish() {
 	switch {
 	case m.finished && ranks == 0:
 		m.end("", nil)
-	case m.finished && training == 0:
+	case m.finished && (training == 0 || m.synced && synced == 0):
 		for _, k := range m.members { // no rank is left that could give them the state
-			if k.state == starting || k.state == waiting {
+			if k.state < outside && !k.done {
 				m.kill(k)
 			}
 		}
@@ -531,13 +538,15 @@ func (m *Machine) awaitSlots() {
 
 // next returns the members of the next roster, and how they differ from those of the newest one: ranks are
 // lost because they have failed, leave, or are new. Processes in which the training has returned do not count
-// as a difference.
+// as a difference, unless others wait for them.
 func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
 	var leaving, added []*member
-	synced := !m.synced
+	synced, missed := !m.synced, false
 	for _, k := range m.newest() {
 		switch {
 		case k.done:
+			missed = missed || k.missed
+		case k.state >= killed && k.lost == "": // finish has killed it
 		case k.lost != "":
 			lost = true
 		case m.leaves(k):
@@ -546,6 +555,7 @@ func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
 			ranks, synced = append(ranks, k), synced || k.synced
 		}
 	}
+	lost = lost || missed && len(ranks)+len(leaving) > 0
 	for _, k := range m.members {
 		full := m.cfg.Max > 0 && len(ranks)+len(added) >= m.cfg.Max
 		if k.state == waiting && !m.finished && !m.leaves(k) && !full {
@@ -634,6 +644,8 @@ func (m *Machine) reason(ranks []*member) string {
 	var clauses, added []string
 	for _, k := range m.newest() {
 		switch {
+		case k.missed:
+			clauses = append(clauses, m.title(k)+": its training has returned before that of other ranks")
 		case k.done:
 		case k.lost != "":
 			clauses = append(clauses, m.title(k)+": "+k.lost)

@@ -38,6 +38,7 @@ type randomJob struct {
 	failed map[elastic.Member]bool // named in a verdict, or killed by the machine
 	gone   map[elastic.Member]bool
 	all    map[elastic.Member]bool
+	ranked map[elastic.Member]bool // in some roster
 	roster *elastic.Roster
 	before *elastic.Roster // the roster before, if the last event has made a new one
 	out    elastic.Output
@@ -51,7 +52,8 @@ func newRandomJob(seed uint64) *randomJob {
 	r := rand.New(rand.NewPCG(seed, 0))
 	j := &randomJob{Rand: r, now: time.Unix(0, 0), ready: make(map[elastic.Member]bool),
 		failed: make(map[elastic.Member]bool), gone: make(map[elastic.Member]bool),
-		all: make(map[elastic.Member]bool), synced: make(map[elastic.Member]bool)}
+		all: make(map[elastic.Member]bool), ranked: make(map[elastic.Member]bool),
+		synced: make(map[elastic.Member]bool)}
 	j.cfg = elastic.Config{Min: 1 + r.IntN(3), Timeout: time.Minute, StartTimeout: 10 * time.Second,
 		Settle: time.Second, ResetLimit: -1, ByHost: r.IntN(4) == 0, Random: r.Float64}
 	j.cfg.Start = j.cfg.Min + r.IntN(3)
@@ -100,7 +102,7 @@ func (j *randomJob) step() (event string) {
 		if j.roster == nil || j.IntN(4) > 0 {
 			return j.step()
 		}
-		j.done = j.done || j.roster.Rank(p) >= 0 && !j.failed[p]
+		j.done = j.done || j.ranked[p] && !j.failed[p]
 		event, j.out = fmt.Sprintf("%v is done", p), j.m.Done(j.now, p)
 	case 8, 9:
 		if j.roster == nil || slices.ContainsFunc(j.roster.Members, func(p elastic.Member) bool {
@@ -191,6 +193,7 @@ func (j *randomJob) checkRoster(r *elastic.Roster) error {
 	}
 	last := -1
 	for i, p := range r.Members {
+		j.ranked[p] = true
 		at := slices.Index(old, p)
 		switch {
 		case at >= 0 && at < last:
