@@ -236,10 +236,13 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 	if err != nil {
 		return err
 	}
-	// The launcher ends the job if it pauses for longer than ElasticTimeout. The first wait has no limit,
-	// because a process may wait as a spare.
-	limit := time.Duration(math.MaxInt64)
 	for {
+		// The launcher ends the job if it pauses for longer than ElasticTimeout. The wait of a process that
+		// was never a rank has no limit, because it may wait as a spare.
+		limit := time.Duration(math.MaxInt64)
+		if m.Generation() > 0 {
+			limit = cfg.ElasticTimeout + cfg.StartTimeout
+		}
 		waiting, stop := context.WithTimeout(ctx, limit)
 		roster, err := m.next(waiting)
 		stop()
@@ -252,7 +255,6 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 		if err == nil || !isOfOthers(err) || ctx.Err() != nil {
 			return err
 		}
-		limit = cfg.ElasticTimeout + cfg.StartTimeout
 		o.Log.Debug("init: waiting for the next ranks of the elastic job", zap.Error(err))
 		if err := r.reset(); err != nil {
 			o.Log.Debug("init: closing what a generation has left", zap.Error(err))
