@@ -160,6 +160,9 @@ func LeaveOnSIGTERM() (stop func()) {
 		signal.Stop(signals)
 		close(over)
 		<-ended
+		if len(signals) > 0 {
+			_ = unix.Kill(os.Getpid(), unix.SIGTERM) // it has arrived too late for a notice
+		}
 	}
 }
 

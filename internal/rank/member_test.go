@@ -1,11 +1,14 @@
 package rank
 
 import (
+	"os"
+	"os/signal"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
@@ -26,4 +29,27 @@ func TestRosterThatDoesNotCome(t *testing.T) {
 			t.Errorf("got error %v after %v, want one after 3 s", err, waited)
 		}
 	})
+}
+
+// A SIGTERM that arrives just before the notices end has its usual effect. The program's handler gets it both
+// times.
+func TestLateSIGTERM(t *testing.T) {
+	t.Setenv("HVD_MEMBER", "h:0/1")
+	own := make(chan os.Signal, 2)
+	signal.Notify(own, unix.SIGTERM)
+	defer signal.Stop(own)
+	limit := time.After(time.Minute)
+	for i := range 1000 {
+		stop := LeaveOnSIGTERM()
+		if err := unix.Kill(os.Getpid(), unix.SIGTERM); err != nil {
+			t.Fatal(err)
+		}
+		<-own
+		stop()
+		select {
+		case <-own:
+		case <-limit:
+			t.Fatalf("the signal is lost the time %d", i+1)
+		}
+	}
 }
