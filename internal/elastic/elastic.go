@@ -68,6 +68,14 @@ func ParseMember(text string) (m Member, err error) {
 	return m, nil
 }
 
+// Exit is the end of a process. Status is its exit status, and How describes the end, as in "exited with
+// status 1".
+type Exit struct {
+	Member Member
+	Status int
+	How    string
+}
+
 // Change says how a roster differs from the one before. The values are those that Horovod sends to its
 // workers.
 type Change int

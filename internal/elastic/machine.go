@@ -234,32 +234,40 @@ func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
 	return m.step()
 }
 
-// Ended tells that process p has ended. status is its exit status, and how describes its end, as in "exited
-// with status 1".
-func (m *Machine) Ended(now time.Time, p Member, status int, how string) Output {
+// Ended tells that processes have ended, at the same time if there are several, for example because their
+// host is lost.
+func (m *Machine) Ended(now time.Time, exits ...Exit) Output {
 	m.now = now
-	k := m.find(p)
-	if k == nil || k.state == dead {
-		return m.step()
+	for _, x := range exits {
+		if k := m.find(x.Member); k != nil && k.state != dead {
+			m.record(k, x)
+		}
 	}
+	m.out.Kill = slices.DeleteFunc(m.out.Kill, func(p Member) bool {
+		return slices.ContainsFunc(exits, func(x Exit) bool { return x.Member == p })
+	})
+	return m.step()
+}
+
+// record handles the end x of process k.
+func (m *Machine) record(k *member, x Exit) {
 	switch {
 	case k.state == killed:
-	case k.done && status != 0 && (k.state == active || !m.leaves(k)):
-		m.end(fmt.Sprintf("%s: %s after the training", m.title(k), how), &k.Member)
+	case k.done && x.Status != 0 && (k.state == active || !m.leaves(k)):
+		m.end(fmt.Sprintf("%s: %s after the training", m.title(k), x.How), &k.Member)
 	case k.done || k.state == outside:
-	case status == 0:
+	case x.Status == 0:
 		m.departed[k.Slot] = true
-		k.lost = how + " before the end of the training"
+		k.lost = x.How + " before the end of the training"
 	case k.leaving != "":
-		k.lost = how // where it ran, nothing is started anyway
+		k.lost = x.How // where it ran, nothing is started anyway
 	default:
-		m.fail(k, how)
+		m.fail(k, x.How)
 	}
 	k.state = dead
-	if m.roster == nil || m.roster.Rank(p) < 0 {
+	if m.roster == nil || m.roster.Rank(k.Member) < 0 {
 		m.members = slices.DeleteFunc(m.members, func(o *member) bool { return o == k })
 	}
-	return m.step()
 }
 
 // Tick tells that the time is now. The launcher calls it at the time of Next.

@@ -91,8 +91,14 @@ func (j *randomJob) step() (event string) {
 	case 4:
 		status := j.IntN(2)
 		event = fmt.Sprintf("%v ended with %d", p, status)
+		exits := []elastic.Exit{{Member: p, Status: status, How: "ended"}}
+		if q := j.living[j.IntN(len(j.living))]; q != p && j.IntN(3) == 0 {
+			event += fmt.Sprintf(", with %v", q)
+			exits = append(exits, elastic.Exit{Member: q, Status: status, How: "ended"})
+			j.end(q)
+		}
 		j.end(p)
-		j.out = j.m.Ended(j.now, p, status, "ended")
+		j.out = j.m.Ended(j.now, exits...)
 	case 5:
 		event, j.failed[p] = fmt.Sprintf("%v failed", p), true
 		j.out = j.m.Failed(j.now, []elastic.Member{p}, "failed")

@@ -24,7 +24,7 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print into tes
 //	discover h1:2 h2:2      the hosts and their slots
 //	ready h1:0 h1:1         processes are ready; "ready all" means all that were started
 //	synced                  all ranks of the newest roster have the state of the training
-//	ended h1:0 137 killed by SIGKILL
+//	ended h1:0,h1:1 137 killed by SIGKILL
 //	failed h1:0,h1:1 is silent
 //	verdict 1 0 2,3 is silent    rank 0 of generation 1 has found that ranks 2 and 3 have failed
 //	leave h2:1 preempted
@@ -104,7 +104,12 @@ func (p *player) event(words []string) {
 	case "synced":
 		p.print(p.m.Synced(p.now, p.roster.Generation, time.Second))
 	case "ended":
-		p.print(p.m.Ended(p.now, p.member(rest[0]), p.number(rest[1]), strings.Join(rest[2:], " ")))
+		var exits []elastic.Exit
+		for _, k := range p.members(strings.Split(rest[0], ","), nil) {
+			x := elastic.Exit{Member: k, Status: p.number(rest[1]), How: strings.Join(rest[2:], " ")}
+			exits = append(exits, x)
+		}
+		p.print(p.m.Ended(p.now, exits...))
 	case "failed":
 		p.print(p.m.Failed(p.now, p.members(strings.Split(rest[0], ","), nil), strings.Join(rest[1:], " ")))
 	case "verdict":

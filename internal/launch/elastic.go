@@ -293,7 +293,7 @@ func (j *job) killMember(p elastic.Member) {
 	case k.waits:
 		k.waits, k.told = false, p
 		j.tell(func(m *elastic.Machine, now time.Time) elastic.Output {
-			return m.Ended(now, p, 0, "not started")
+			return m.Ended(now, elastic.Exit{Member: p, How: "not started"})
 		})
 	default:
 		index := slices.Index(k.conn.ranks, k)
@@ -301,19 +301,28 @@ func (j *job) killMember(p elastic.Member) {
 	}
 }
 
-// considerMember is called when the state of slot k has changed. It tells the machine that the process has
-// ended.
-func (j *job) considerMember(k *rank) {
-	if p := k.member; k.ended && !k.waits && k.told != p {
+// considerMembers is called when the state of slots has changed, of several if their host is lost. It tells
+// the machine which processes have ended.
+func (j *job) considerMembers(slots ...*rank) {
+	var exits []elastic.Exit
+	for _, k := range slots {
+		p := k.member
+		if !k.ended || k.waits || k.told == p {
+			continue
+		}
 		k.told = p
 		if k.past == nil {
 			k.past = make(map[int]Exit)
 		}
 		k.past[p.Number] = k.exit
-		status, how := k.exit.Status(), k.exit.Describe()
-		j.tell(func(m *elastic.Machine, now time.Time) elastic.Output { return m.Ended(now, p, status, how) })
+		exits = append(exits, elastic.Exit{Member: p, Status: k.exit.Status(), How: k.exit.Describe()})
 	}
-	j.startWaiting(k)
+	if len(exits) > 0 {
+		j.tell(func(m *elastic.Machine, now time.Time) elastic.Output { return m.Ended(now, exits...) })
+	}
+	for _, k := range slots {
+		j.startWaiting(k)
+	}
 	if j.members.over {
 		j.endIfOver()
 	}

@@ -266,8 +266,8 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 		c.cutShort(j, err)
 	}
 	j.setOver(c)
-	for _, k := range lost {
-		j.consider(k)
+	if len(lost) > 0 {
+		j.consider(lost...)
 	}
 }
 
@@ -279,13 +279,21 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider is called when the state of rank k has changed. It acts if the rank or the job has failed, or if
-// the commands of all ranks have ended.
-func (j *job) consider(k *rank) {
+// consider is called when the state of ranks has changed. It acts if a rank or the job has failed, or if the
+// commands of all ranks have ended.
+func (j *job) consider(ranks ...*rank) {
 	if j.o.Elastic != nil {
-		j.considerMember(k)
+		j.considerMembers(ranks...)
 		return
 	}
+	for _, k := range ranks {
+		j.considerRank(k)
+	}
+	j.endIfOver()
+}
+
+// considerRank acts if rank k has failed.
+func (j *job) considerRank(k *rank) {
 	if k.ended && !k.pending() && !j.asked && !j.failed && j.aborted == nil {
 		switch {
 		case k.exit.Status() != 0 && j.mayRestart(k):
@@ -303,7 +311,6 @@ func (j *job) consider(k *rank) {
 			}
 		}
 	}
-	j.endIfOver()
 }
 
 // endIfOver kills what is left if the commands of all ranks have ended.
