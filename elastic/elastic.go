@@ -56,8 +56,8 @@ type Job struct {
 // ranks have the same state: that of rank 0 at first, and later that of the last commit. If train returns an
 // error that wraps an *hvd.PeerError or comes from Commit or Check, Run joins the job again with the ranks
 // that there are then. It returns any other error of train, and an error if the training fails three times in
-// a row without a commit. When train has returned nil, the process is still a rank; hvd.Shutdown leaves the
-// job.
+// a row without a commit though the ranks do not become fewer. When train has returned nil, the process is
+// still a rank; hvd.Shutdown leaves the job.
 //
 // While Run runs in an elastic job, SIGTERM does not end the process: it leaves the job at the next commit,
 // and Run returns ErrRemoved. A handler of the program for SIGTERM gets the signal too, and should not make

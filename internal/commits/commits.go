@@ -19,7 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
-// maxVain is how often in a row the training may fail because of other ranks without a commit.
+// maxVain is how often in a row the training may fail because of other ranks without a commit, if the ranks
+// do not become fewer. Fewer ranks are another attempt, and there are only so many.
 const maxVain = 3
 
 // Collectives are the operations by which the ranks agree.
@@ -44,7 +45,10 @@ type Job struct {
 	failed         bool      // the training has failed since the last Synced
 	stopped        time.Time // when the training has ended since the last Synced, or the zero time
 	sources        []int     // the result of Sources
-	vain           int       // how often it has failed since the last commit
+	vain           int       // how often it has failed since the last commit, or since there are so few ranks
+	smallest       int       // the smallest number of ranks since the last commit, or 0
+	failure        error     // the newest one
+	over           error     // the result of Join when it has failed too often
 }
 
 // Held says which state a rank has.
@@ -98,6 +102,14 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 		return p, err
 	}
 	j.size = len(all) / numValues
+	switch {
+	case j.smallest == 0 || j.size < j.smallest:
+		j.smallest, j.vain = j.size, 0
+	case j.vain >= maxVain:
+		j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, with %d ranks: %w",
+			j.vain, j.size, j.failure)
+		return p, j.over
+	}
 	newest, anyLoose := int64(0), false
 	for at := all; len(at) > 0; at = at[numValues:] {
 		newest, anyLoose = max(newest, at[holdsGranted]), anyLoose || at[isLoose] == 1
@@ -218,7 +230,7 @@ func (j *Job) Count(sum int64) (elastic.Change, error) {
 		return 0, fmt.Errorf("elastic: %d of %d ranks have saved a commit: all must, or none", saved, j.size)
 	}
 	if j.saved != 0 {
-		j.granted, j.saved, j.vain = j.saved, 0, 0
+		j.granted, j.saved, j.vain, j.smallest = j.saved, 0, 0, j.size
 	}
 	var changes elastic.Change
 	if sum>>removedShift&votedMask != 0 {
@@ -245,7 +257,7 @@ func (j *Job) Pending() elastic.Change {
 // its present state. This state is the next commit.
 func (j *Job) Changed() {
 	j.granted++
-	j.vain = 0
+	j.vain, j.smallest = 0, 0
 	j.stop()
 }
 
@@ -255,16 +267,21 @@ func (j *Job) stop() {
 	}
 }
 
+// Over returns the error of Join if the training has failed too often.
+func (j *Job) Over() error { return j.over }
+
 // Failed tells that the training, Join or Synced has failed. ofRanks says that the reason is that ranks have
-// failed. It returns nil if the process should begin again, or the error with which it should end.
+// failed. It returns nil if the process should begin again, or the error with which it should end. If the
+// training has failed too often, the next Join fails.
 func (j *Job) Failed(err error, ofRanks bool) error {
+	if j.over != nil {
+		return j.over
+	}
 	if j.member == nil || !ofRanks {
 		return err
 	}
-	if j.vain++; j.vain == maxVain {
-		return fmt.Errorf("elastic: the training has failed %d times in a row without a commit: %w", maxVain, err)
-	}
-	j.failed = true
+	j.vain++
+	j.failed, j.failure = true, err
 	j.stop()
 	return nil
 }

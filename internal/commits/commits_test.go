@@ -142,7 +142,7 @@ func TestCommitThatWasNotGranted(t *testing.T) {
 	}
 }
 
-// The training may fail three times in a row, but not for other reasons than the failure of ranks.
+// The training may fail for no other reason than the failure of ranks.
 func TestFailed(t *testing.T) {
 	died := errors.New("rank 1 has failed")
 	if err := new(Job).Failed(died, true); !errors.Is(err, died) {
@@ -152,20 +152,61 @@ func TestFailed(t *testing.T) {
 	if err := j.Failed(died, false); !errors.Is(err, died) {
 		t.Errorf("got %v for an error of the program, want it", err)
 	}
-	fail := func(want bool) {
-		t.Helper()
-		if err := j.Failed(died, true); (err == nil) != want || !want && !errors.Is(err, died) {
-			t.Errorf("got %v, want an end of the training: %t", err, !want)
-		}
-	}
-	fail(true)
-	fail(true)
-	j.Count(j.Ballot(true, 0))
-	fail(true)
-	j.Count(j.Ballot(false, 0)) // a check is no commit
-	fail(true)
-	fail(false)
 }
+
+// The training may fail three times in a row, and more often if the ranks become fewer each time.
+func TestFailedTooOften(t *testing.T) {
+	died := errors.New("rank 1 has failed")
+	for name, c := range map[string]struct {
+		events []int // commit, check, change, or the number of ranks that join, first and after each failure
+		want   bool
+	}{
+		"as many ranks":       {[]int{4, 4, 4, 4}, false},
+		"twice":               {[]int{4, 4, 4}, true},
+		"fewer each time":     {[]int{8, 7, 6, 5, 4}, true},
+		"fewer, then as many": {[]int{4, 3, 2, 2, 2, 2}, false},
+		"more in between":     {[]int{4, 3, 2, 3, 2, 3}, false},
+		"a commit":            {[]int{4, 4, 4, commit, 4, 4}, true},
+		"a check":             {[]int{4, 4, 4, check, 4}, false},
+		"a change":            {[]int{4, 4, 4, change, 4, 4}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			j := &Job{}
+			join := func(size int) error {
+				_, err := j.Join(t.Context(), ranks{all: make([]int64, size*numValues)}, false)
+				j.member = new(rank.Membership)
+				return err
+			}
+			err := join(c.events[0])
+			for _, e := range c.events[1:] {
+				if err != nil {
+					t.Fatal(err)
+				}
+				switch e {
+				case commit, check:
+					_, err = j.Count(j.Ballot(e == commit, 0) * int64(j.size))
+				case change:
+					j.Changed()
+					err = join(5)
+				default:
+					if err = j.Failed(died, true); err == nil {
+						err = join(e)
+					}
+				}
+			}
+			if (err == nil) != c.want ||
+				err != nil && (!errors.Is(err, died) || j.Failed(died, true) != err) {
+				t.Errorf("got %v, want success: %t", err, c.want)
+			}
+		})
+	}
+}
+
+const (
+	commit = -1 - iota
+	check
+	change
+)
 
 // A vote counts only if all ranks have voted and have done the same. It has the changes of all ranks.
 func TestVotes(t *testing.T) {

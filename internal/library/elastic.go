@@ -174,6 +174,9 @@ func (t *training) end(o Outcome, c collectives) error {
 		t.commits.Changed()
 		return nil
 	}
+	if err := t.commits.Over(); err != nil {
+		return err
+	}
 	err := whyOver(c.rank)
 	if err == nil {
 		return &engine.UsageError{Op: "elastic end", Err: errors.New("the job is not over")}

@@ -225,7 +225,7 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., 
     If ranks have failed, or commit has raised HostsUpdatedInterrupt, the wrapper calls reset, which leaves the job and
     joins it again, and begins again with the state of the last commit, or with the present state after an interrupt.
     All other errors leave the wrapper, also a MismatchError, and one of ranks that have failed three times in a row
-    without a commit. If the launcher has removed this process, the wrapper ends it.
+    without a commit though they did not become fewer. If the launcher has removed this process, the wrapper ends it.
     """
 
     @functools.wraps(func)
