@@ -441,7 +441,7 @@ PUBLIC hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_
 
 PUBLIC hvd_status_t hvd_elastic_end(uint32_t training, hvd_handle_t *handle) {
 	no_handle(handle);
-	needs(training <= HVD_TRAINING_FAILED, "elastic end", "got an unknown hvd_training_t");
+	needs(training <= HVD_TRAINING_ABANDONED, "elastic end", "got an unknown hvd_training_t");
 	return gohvdElasticEnd(training, handle);
 }
 

@@ -394,9 +394,10 @@ hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_t *hand
 
 /* How the training has ended in this process. */
 typedef enum hvd_training {
-	HVD_TRAINING_DONE = 0,    /* it is complete */
-	HVD_TRAINING_CHANGED = 1, /* the ranks change, and this rank has saved its present state, which is a commit */
-	HVD_TRAINING_FAILED = 2   /* an operation has failed with HVD_ERROR_PEER; all other errors end the training */
+	HVD_TRAINING_DONE = 0,     /* it is complete */
+	HVD_TRAINING_CHANGED = 1,  /* the ranks change, and this rank has saved its present state, which is a commit */
+	HVD_TRAINING_FAILED = 2,   /* an operation has failed with HVD_ERROR_PEER */
+	HVD_TRAINING_ABANDONED = 3 /* there was any other error; SIGTERM has its usual effect again */
 } hvd_training_t;
 
 /* hvd_elastic_end tells how the training has ended. If it returns HVD_SUCCESS after HVD_TRAINING_CHANGED or

@@ -21,10 +21,11 @@ type training struct {
 
 	using   sync.Mutex // held by a call that uses commits
 	commits commits.Job
-	notice  func() // makes SIGTERM have its usual effect again; nil if it has
 
 	mu       sync.Mutex
 	progress Progress
+	notice   func() // makes SIGTERM have its usual effect again; nil if it has
+	rejoins  bool   // the training goes on after the next Shutdown and Init
 }
 
 // Progress is what the program must know of an elastic job. Plan is the result of the last JoinTraining, and
@@ -48,6 +49,8 @@ const (
 	Changed
 	// Failed says that it has failed because other ranks have.
 	Failed
+	// Abandoned says that it has failed because of an error of the program.
+	Abandoned
 )
 
 // Progress returns the progress of this process in an elastic job.
@@ -90,9 +93,7 @@ func (l *Library) startTraining(op string, f func(t *training, c collectives) er
 // JoinTraining agrees with the other ranks on the commit with which they go on (commits.Job.Join).
 func (l *Library) JoinTraining(loose bool) Handle {
 	return l.startTraining("elastic join", func(t *training, c collectives) error {
-		if t.notice == nil {
-			t.notice = rank.LeaveOnSIGTERM()
-		}
+		t.takeNotice()
 		plan, err := t.commits.Join(context.Background(), c, loose)
 		if err == nil {
 			t.note(func(p *Progress) { p.Plan, p.Changes = plan, 0 })
@@ -159,9 +160,13 @@ func errInProgress(op string) error {
 func (l *Library) EndTraining(o Outcome) Handle {
 	return l.startTraining("elastic end", func(t *training, c collectives) error {
 		err := t.end(o, c)
-		if err != nil || o == Done {
-			t.stopNotice()
+		if err == nil && (o == Changed || o == Failed) {
+			t.mu.Lock()
+			defer t.mu.Unlock()
+			t.rejoins = true
+			return nil
 		}
+		t.stopNotice()
 		return err
 	})
 }
@@ -172,6 +177,8 @@ func (t *training) end(o Outcome, c collectives) error {
 		return t.commits.Done(context.Background())
 	case Changed:
 		t.commits.Changed()
+		return nil
+	case Abandoned:
 		return nil
 	}
 	if err := t.commits.Over(); err != nil {
@@ -185,11 +192,34 @@ func (t *training) end(o Outcome, c collectives) error {
 	return t.commits.Failed(err, ofRanks)
 }
 
-// stopNotice makes SIGTERM have its usual effect again. The caller holds t.using.
+// takeNotice makes SIGTERM make this process leave.
+func (t *training) takeNotice() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.rejoins = false
+	if t.notice == nil {
+		t.notice = rank.LeaveOnSIGTERM()
+	}
+}
+
+// stopNotice makes SIGTERM have its usual effect again.
 func (t *training) stopNotice() {
-	if t.notice != nil {
-		t.notice()
-		t.notice = nil
+	t.mu.Lock()
+	stop := t.notice
+	t.notice, t.rejoins = nil, false
+	t.mu.Unlock()
+	if stop != nil {
+		stop()
+	}
+}
+
+// left is called when this process has left its job.
+func (t *training) left() {
+	t.mu.Lock()
+	rejoins := t.rejoins
+	t.mu.Unlock()
+	if !rejoins {
+		t.stopNotice()
 	}
 }
 

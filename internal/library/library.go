@@ -101,11 +101,7 @@ func (l *Library) Init(o InitOptions) Handle {
 		if err := r.Start(context.Background(), options); err != nil {
 			removed := errors.Is(err, rank.ErrRemoved)
 			l.training.note(func(p *Progress) { p.Removed = removed })
-			if removed {
-				l.training.using.Lock()
-				l.training.stopNotice()
-				l.training.using.Unlock()
-			}
+			l.training.stopNotice()
 			return err
 		}
 		l.last = r.Epoch
@@ -156,6 +152,7 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		l.running.Store(nil)
 		l.calls.clear()
 		l.operations.clear()
+		l.training.left()
 		return err
 	})
 }

@@ -6,6 +6,7 @@ job that is not elastic, a decorated function is called once, and its errors are
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -250,6 +251,9 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., 
                     _failed(e)
                 _reset(reset)
                 reset_before = True
+        except BaseException:
+            _abandon()
+            raise
         finally:
             notification_manager.remove_listener(state)
 
@@ -290,6 +294,13 @@ def _failed(e: PeerError) -> None:
         _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_FAILED)
     except HorovodInternalError as final:
         raise final from e
+
+
+def _abandon() -> None:
+    """Makes SIGTERM have its usual effect again after an error that leaves the wrapper."""
+    if _engine_.initialized():
+        with contextlib.suppress(HorovodInternalError):
+            _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_ABANDONED)
 
 
 def _reset(reset: Callable[[], None]) -> None:

@@ -52,7 +52,7 @@ int main(void) {
 	fails(hvd_elastic_join(2, NULL), HVD_ERROR_USAGE, "HVD_LOOSE");
 	fails(hvd_elastic_vote(8, -1, NULL), HVD_ERROR_USAGE, "HVD_SAVED");
 	fails(hvd_elastic_vote(0, -1, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
-	fails(hvd_elastic_end(3, NULL), HVD_ERROR_USAGE, "hvd_training_t");
+	fails(hvd_elastic_end(4, NULL), HVD_ERROR_USAGE, "hvd_training_t");
 	fails(hvd_check(), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_dump(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_start_timeline("x", 0), HVD_ERROR_NOT_INITIALIZED, "not initialized");
