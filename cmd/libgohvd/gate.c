@@ -19,7 +19,53 @@
 // called fork, so the Go runtime does not work in it.
 static volatile int forked;
 
-static void after_fork(void) { forked = 1; }
+// code_begin and code_end are the bounds of the code of this library. first_term is what SIGTERM did before
+// hvd_elastic_join, or has no flags and SIG_DFL.
+static uintptr_t code_begin, code_end;
+static struct sigaction first_term;
+
+// is_ours reports whether the handler of a signal is that of the Go runtime.
+static int is_ours(const struct sigaction *a) {
+	return (uintptr_t)a->sa_handler >= code_begin && (uintptr_t)a->sa_handler < code_end;
+}
+
+// keep_term sets first_term.
+static void keep_term(void) {
+	struct sigaction a;
+	if (!sigaction(SIGTERM, NULL, &a) && !is_ours(&a)) {
+		first_term = a;
+	}
+}
+
+// block_term blocks or unblocks SIGTERM in this thread, and returns whether it was blocked.
+static int block_term(int how) {
+	sigset_t term, before;
+	sigemptyset(&term);
+	sigaddset(&term, SIGTERM);
+	return !pthread_sigmask(how, &term, &before) && sigismember(&before, SIGTERM);
+}
+
+// term_was_blocked says whether this thread blocked SIGTERM before it called fork.
+static __thread int term_was_blocked;
+
+// before_fork blocks SIGTERM, so that a child gets it only after after_fork.
+static void before_fork(void) { term_was_blocked = block_term(SIG_BLOCK); }
+
+static void unblock_after_fork(void) {
+	if (!term_was_blocked) {
+		block_term(SIG_UNBLOCK);
+	}
+}
+
+// after_fork is called in a child. SIGTERM must not wait there for a goroutine, which would never run.
+static void after_fork(void) {
+	struct sigaction a;
+	forked = 1;
+	if (!sigaction(SIGTERM, NULL, &a) && is_ours(&a)) {
+		sigaction(SIGTERM, &first_term, NULL);
+	}
+	unblock_after_fork();
+}
 
 // The path of another copy of the library in this process, or an empty string. Two copies would have two Go runtimes
 // and two ranks that do not know each other.
@@ -35,6 +81,14 @@ struct names {
 static int add_name(struct dl_phdr_info *info, size_t size, void *data) {
 	(void)size;
 	struct names *names = data;
+	for (int i = 0; i < info->dlpi_phnum; i++) {
+		const ElfW(Phdr) *p = &info->dlpi_phdr[i];
+		uintptr_t begin = info->dlpi_addr + p->p_vaddr, here = (uintptr_t)&add_name;
+		if (p->p_type == PT_LOAD && here >= begin && here < begin + p->p_memsz) {
+			code_begin = begin;
+			code_end = begin + p->p_memsz;
+		}
+	}
 	char **all = realloc(names->all, (names->n + 1) * sizeof *all);
 	if (!all) {
 		return 1;
@@ -107,7 +161,7 @@ void gohvd_restore_limit(void) {
 
 __attribute__((constructor)) static void load(void) {
 	pthread_key_create(&details_key, free_details);
-	pthread_atfork(NULL, NULL, after_fork);
+	pthread_atfork(before_fork, unblock_after_fork, after_fork);
 	find_copies();
 }
 
@@ -422,6 +476,7 @@ PUBLIC hvd_status_t hvd_elastic(hvd_elastic_t *elastic) {
 PUBLIC hvd_status_t hvd_elastic_join(uint32_t flags, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(!(flags & ~HVD_LOOSE), "elastic join", "got unknown flags, want HVD_LOOSE or 0");
+	keep_term();
 	return gohvdElasticJoin(flags, handle);
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import hashlib
+import multiprocessing
 import os
 import pathlib
 import random
@@ -191,7 +192,9 @@ def catches_sigterm() -> bool:
 
 
 def leave() -> None:
-    """The first process with the local rank 1 gets SIGTERM in step 5, and leaves. The others lose no step."""
+    """The first process with the local rank 1 gets SIGTERM in step 5, and leaves. The others lose no step. SIGTERM
+    ends the forked child of a rank.
+    """
     hvd.init()
     state = hvd.elastic.TorchState(step=0)
     steps = 0
@@ -201,6 +204,12 @@ def leave() -> None:
         nonlocal steps
         while state.step < 40 or hvd.size() == 3:
             assert catches_sigterm()
+            if state.step == 3:
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+                child.start()
+                child.terminate()
+                child.join(LIMIT_SECONDS)
+                assert child.exitcode == -signal.SIGTERM, child.exitcode
             if hvd.local_rank() == 1 and state.step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
             hvd.allreduce(torch.ones(1))
