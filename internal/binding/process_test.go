@@ -8,6 +8,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// The main goroutine keeps the main thread, whose CPUs count as those of the process. A test that bound it
+// would change them for the tests after it.
+func init() { runtime.LockOSThread() }
+
 // allowedBy returns the CPUs that a thread may use, or the calling thread if tid is 0.
 func allowedBy(t *testing.T, tid int) CPUs {
 	t.Helper()
