@@ -383,9 +383,16 @@ func TestRedirect(t *testing.T) {
 		t.Fatal(err)
 	}
 	p := openTab(t, "file://"+file)
-	begun := time.Now()
-	for !strings.HasPrefix(p.text(`location.href`), "http://") && time.Since(begun) < time.Minute {
-		time.Sleep(10 * time.Millisecond)
+	const arrived = `location.protocol === "http:" && document.documentElement.dataset.ready === "true"`
+	for begun := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+		// While the browser goes from one page to the other, it may be unable to evaluate anything.
+		is, err := chromedp.Run(p.ctx, chromedp.Evaluate[bool](arrived))
+		if err == nil && is {
+			break
+		}
+		if time.Since(begun) > time.Minute {
+			t.Fatalf("the page is not there after a minute: %v", err)
+		}
 	}
 	p.ready()
 	p.noFaults()
