@@ -28,33 +28,11 @@ import gohvd.ray
 from gohvd import basics
 from gohvd.exceptions import PeerError
 from gohvd.ray import RayExecutor
+from cluster_jobs import ELEMENTS, place, sum_of_ranks
 from programs import Bounded
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
-_ELEMENTS = 4 << 20
 _LIMIT_SECONDS = 60.0
-
-
-def place() -> tuple[int, ...]:
-    hvd.init()
-    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
-
-
-def traffic() -> int:
-    """Returns the number of bytes that this network namespace has sent over loopback."""
-    lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
-    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
-
-
-def sum_of_ranks() -> tuple[float, int]:
-    """Returns a sum over the ranks, and the bytes that were sent meanwhile."""
-    hvd.init()
-    x = np.full(_ELEMENTS, hvd.rank(), np.float32)
-    hvd.allreduce(x, op=hvd.Sum, name="first")
-    before = traffic()
-    total = hvd.allreduce(x, op=hvd.Sum, name="second")
-    hvd.barrier()
-    return float(total[-1]), traffic() - before
 
 
 def fail_at(rank: int, how: str) -> Any:
@@ -113,7 +91,7 @@ class RayTest(Bounded):
         results = executor.run(sum_of_ranks)
         self.assertEqual([total for total, _ in results], [6.0] * 4)
         # Between two hosts, each sends all elements once. Without shared memory, four ranks would send six times as much.
-        nbytes = 4 * _ELEMENTS
+        nbytes = 4 * ELEMENTS
         for _, sent in results:
             self.assertGreater(sent, nbytes)
             self.assertLess(sent, 3 * nbytes)
@@ -123,7 +101,7 @@ class RayTest(Bounded):
         self.assertEqual(executor.run(place), [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)])
         for total, sent in executor.run(sum_of_ranks):
             self.assertEqual(total, 1.0)
-            self.assertLess(sent, _ELEMENTS)
+            self.assertLess(sent, ELEMENTS)
 
     def test_examples_of_horovod(self) -> None:
         start = {"executable_cls": Trainer, "executable_args": [10], "executable_kwargs": {"step": 5}}

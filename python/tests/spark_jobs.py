@@ -26,33 +26,11 @@ from pyspark.sql import SparkSession
 import gohvd.numpy as hvd
 import gohvd.spark
 from gohvd import _output
+from cluster_jobs import ELEMENTS, place, sum_of_ranks
 from programs import Bounded
 
-_ELEMENTS = 4 << 20
 _LIMIT_SECONDS = 120.0
 _HOME = pathlib.Path(pyspark.__file__).parent
-
-
-def place() -> tuple[int, ...]:
-    hvd.init()
-    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
-
-
-def traffic() -> int:
-    """Returns the number of bytes that this network namespace has sent over loopback."""
-    lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
-    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
-
-
-def sum_of_ranks() -> tuple[float, int]:
-    """Returns a sum over the ranks, and the bytes that were sent meanwhile."""
-    hvd.init()
-    x = np.full(_ELEMENTS, hvd.rank(), np.float32)
-    hvd.allreduce(x, op=hvd.Sum, name="first")
-    before = traffic()
-    total = hvd.allreduce(x, op=hvd.Sum, name="second")
-    hvd.barrier()
-    return float(total[-1]), traffic() - before
 
 
 def executor_process() -> int:
@@ -99,7 +77,11 @@ class SparkTest(Bounded):
         stack = contextlib.ExitStack()
         cls.addClassCleanup(stack.close)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        env = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(_HOME), "PYSPARK_PYTHON": sys.executable}
+        env = {
+            "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(_HOME), "PYSPARK_PYTHON": sys.executable,
+            # The executors run in folders of their own, and import this module and cluster_jobs.
+            "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]),
+        }  # fmt: skip
         stack.enter_context(unittest.mock.patch.dict(os.environ, env))
         log = stack.enter_context(open(pathlib.Path(folder, "log"), "w+"))
 
@@ -132,7 +114,7 @@ class SparkTest(Bounded):
         results = gohvd.spark.run(sum_of_ranks, num_proc=4)
         self.assertEqual([total for total, _ in results], [6.0] * 4)
         # Between two hosts, each sends all elements once. Without shared memory, four ranks would send six times as much.
-        nbytes = 4 * _ELEMENTS
+        nbytes = 4 * ELEMENTS
         for _, sent in results:
             self.assertGreater(sent, nbytes)
             self.assertLess(sent, 3 * nbytes)
