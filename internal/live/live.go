@@ -134,7 +134,7 @@ type About struct {
 	Command []string  `json:"command"`
 	Started time.Time `json:"started"`
 	Version string    `json:"version"`
-	// What is what the processes are: ranks or nodes. Size is their number, which may change in an elastic
+	// What is the kind of the processes: ranks or nodes. Size is their number, which may change in an elastic
 	// job.
 	What string `json:"what"`
 	Size int    `json:"size"`

@@ -59,7 +59,7 @@ var help = []string{
 	"  DOING      the operation that it has waited for longest, and for how long; if STATE is outside,",
 	"             the time since the end of the last operation",
 	"",
-	"A red line names what has stalled. A yellow one names who is late or does not answer.",
+	"A red line names a stalled tensor. A yellow one names a rank that is late or does not answer.",
 }
 
 // Key handles a key, which has the name that bubbletea gives it. It returns false if the user quits.
