@@ -67,7 +67,7 @@ type link struct {
 	peer    int      // the first id of the process
 	conn    net.Conn // nil for the link of the scheduler with itself
 	sock    *socket  // the socket of conn, or nil if it has none
-	// polled is the descriptor of conn if the goroutine that reads can poll it, otherwise nil.
+	// polled is the descriptor of conn if it can be polled, otherwise nil.
 	polled *descriptor
 	// silence notices that the network drops the packets of the connection between a worker and a server. It
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
@@ -117,8 +117,12 @@ type link struct {
 	own    ownBlocks  // blocks of messages to the peer
 	theirs peerBlocks // blocks of messages of the peer
 
-	in  inWindow // used only by the goroutine that reads
-	out outWindow
+	// reader reads the link if it is polled. It is nil before and after that. Like in and batch, it is used
+	// only by the goroutine that reads, which has polled.reading if the link is polled.
+	reader *reader
+	in     inWindow
+	batch  int // cost of the messages since replies were written
+	out    outWindow
 
 	counters struct{ sent, received, resent, duplicates atomic.Uint64 }
 }
@@ -645,40 +649,54 @@ func (w *writer) pass(first int, fds []int) error {
 func (l *link) read(r *reader) error {
 	defer r.close()
 	r.open(l)
-	batch := 0 // cost of the messages since replies were written
+	if d := l.polled; d != nil {
+		d.reading.Lock()
+		defer d.reading.Unlock()
+		l.reader = r
+		defer func() { l.reader = nil }()
+	}
 	for draining := false; ; {
 		if !draining && l.isBroken() {
 			draining = true // a handler may have used up the time that breakOff has set
 			_ = l.conn.SetReadDeadline(time.Now().Add(drainTime))
+		}
+		if l.polled != nil && l.van.cfg.Role == Worker {
+			l.polled.await(r)
 		}
 		m, err := r.next()
 		if err != nil {
 			l.confirm()
 			return err
 		}
-		if l.ended() { // the bytes were in the buffer of r
-			m.Release()
-			return net.ErrClosed
-		}
-		if batch += messageCost + m.Bytes(); batch > batchBytes {
-			l.writeHeld() // the next message may take long
-			batch = 0
-		}
-		l.handling.Store(true)
-		l.counters.received.Add(uint64(m.size))
-		l.van.verbose("received", l.peer, m)
-		if l.van.cfg.Faults == nil {
-			err = l.arrive(m)
-		} else {
-			err = l.van.cfg.Faults(l.process, l.van.Process(), m, l.arrive)
-		}
-		l.heard.Store(int64(l.van.now()))
-		l.excused.Store(0)
-		l.handling.Store(false)
-		if err != nil {
+		if err := l.handle(m); err != nil {
 			return err
 		}
 	}
+}
+
+// handle handles a message that was read. The caller may read the link.
+func (l *link) handle(m *Message) (err error) {
+	if l.ended() { // the bytes were in the buffer of the reader
+		m.Release()
+		return net.ErrClosed
+	}
+	l.batch += messageCost + m.Bytes()
+	if l.batch > batchBytes {
+		l.writeHeld() // the next message may take long
+		l.batch = 0
+	}
+	l.handling.Store(true)
+	l.counters.received.Add(uint64(m.size))
+	l.van.verbose("received", l.peer, m)
+	if l.van.cfg.Faults == nil {
+		err = l.arrive(m)
+	} else {
+		err = l.van.cfg.Faults(l.process, l.van.Process(), m, l.arrive)
+	}
+	l.heard.Store(int64(l.van.now()))
+	l.excused.Store(0)
+	l.handling.Store(false)
+	return err
 }
 
 // confirm is called when the connection has ended, before the peer is blamed. If the scheduler has declared

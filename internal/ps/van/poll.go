@@ -12,12 +12,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/ops"
 )
 
 const (
-	// serverPoll is how long a server polls for a message after the last one, and workerPoll how long a
-	// worker polls for a response after a call of Van.Poll.
+	// serverPoll is how long a server polls for a message after the last one, and workerPoll the longest time
+	// for which a call of Van.Poll polls.
 	serverPoll = 100 * time.Microsecond
 	workerPoll = time.Millisecond
 	// pollsPerCheck is the number of polls between two checks whether to go on, and pollsPerGosched that
@@ -26,18 +27,18 @@ const (
 	pollsPerGosched = 256
 )
 
-// descriptor is a Unix socket that the goroutine which reads it can poll. The socket is not in the runtime's
-// poller, in which data that arrives wakes a thread even if a goroutine polls for it. Instead, the runtime's
-// poller has an epoll instance, which has the socket and reports what arrives only while the goroutine waits.
-// descriptor implements syscall.RawConn.
+// errNothing is the error of a read that must not wait if nothing has arrived.
+var errNothing = errors.New("nothing has arrived")
+
+// descriptor is a Unix socket that can be polled: at a server by the goroutine that reads it, at a worker by
+// the goroutines that wait for responses. The socket is not in the runtime's poller, in which data that
+// arrives wakes a thread even if a goroutine polls for it. Instead, the runtime's poller has an epoll
+// instance, which has the socket and reports what arrives only while no goroutine polls. descriptor
+// implements syscall.RawConn.
 type descriptor struct {
 	link *link
 	file *os.File // the epoll instance
 	raw  syscall.RawConn
-	// waits says that the goroutine that reads waits or is about to. until is the time until which it polls
-	// at a worker, since the van's start.
-	waits atomic.Bool
-	until atomic.Int64
 
 	mu        sync.RWMutex // held for reading while fd or epoll is used
 	fd, epoll int
@@ -47,13 +48,18 @@ type descriptor struct {
 	deadline  time.Time
 	woken     bool // the deadline of file has passed only to wake the goroutine that reads
 
-	// The following are used only by the goroutine that reads. f is the argument of Read, and failed the
-	// error of the last call of attempt.
+	// reading is held by the goroutine that reads a message. At a worker, the goroutine that reads the link
+	// does not have it while it waits for the first byte of a message, so another one may read the message.
+	// It guards what follows.
+	reading sync.Mutex
 	reports bool // the epoll instance reports what arrives
 	event   unix.EpollEvent
-	f       func(fd uintptr) bool
-	failed  error
+	f       func(fd uintptr) bool // the argument of Read
+	failed  error                 // the error of the last call of attempt
 	attempt func(uintptr) bool
+	ready   func(uintptr) bool
+	nowait  bool // Read fails with errNothing instead of waiting
+	left    bool // the goroutine that reads the link was woken to read what has arrived
 }
 
 // newDescriptor returns a duplicate of the descriptor of the connection of l.
@@ -63,6 +69,7 @@ func newDescriptor(l *link, conn syscall.RawConn) (*descriptor, error) {
 		done, d.failed = d.do(d.f)
 		return done
 	}
+	d.ready = func(uintptr) bool { return d.readable() }
 	var err error
 	if ctl := conn.Control(func(fd uintptr) {
 		d.fd, err = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 0)
@@ -119,21 +126,19 @@ func (d *descriptor) do(f func(fd uintptr) bool) (done bool, err error) {
 	return f(uintptr(d.fd)), nil
 }
 
-// Read implements syscall.RawConn. It polls as long as the link says so, before it waits.
+// Read implements syscall.RawConn. At a server, it polls as long as the link says so, before it waits.
 func (d *descriptor) Read(f func(fd uintptr) bool) error {
-	for first := true; ; first = false {
+	for {
 		if d.late() {
 			return os.ErrDeadlineExceeded
 		}
 		if done, err := d.do(f); done {
 			return err
 		}
-		if first && !d.reports && d.link.van.cfg.Role == Worker {
-			runtime.Gosched() // the goroutine that has waited for the response goes on first
+		if d.nowait {
+			return errNothing
 		}
-		d.waits.Store(true) // before the link is asked, so that no call of pollFor is lost
 		if d.link.polls() && d.link.van.polling.CompareAndSwap(false, true) {
-			d.waits.Store(false)
 			done, err := d.poll(f)
 			if d.link.van.polling.Store(false); done {
 				return err
@@ -143,7 +148,6 @@ func (d *descriptor) Read(f func(fd uintptr) bool) error {
 		d.report(true)
 		d.f, d.failed = f, nil
 		err := d.raw.Read(d.attempt)
-		d.waits.Store(false)
 		if err == nil {
 			err = d.failed
 		}
@@ -153,8 +157,33 @@ func (d *descriptor) Read(f func(fd uintptr) bool) error {
 	}
 }
 
+// await waits until the goroutine that reads the link must read: bytes have arrived that no call of Van.Poll
+// has read, or reading fails. Meanwhile others may read. The caller holds reading.
+func (d *descriptor) await(r *reader) {
+	for !d.left && r.in.Buffered() == 0 && !d.readable() {
+		d.report(true)
+		d.reading.Unlock()
+		err := d.raw.Read(d.ready)
+		d.reading.Lock()
+		if err != nil && !(errors.Is(err, os.ErrDeadlineExceeded) && d.awake()) {
+			break
+		}
+	}
+	d.left = false
+}
+
+// readable reports whether a read would not wait.
+func (d *descriptor) readable() (yes bool) {
+	err := d.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		yes = n > 0 || err != nil
+	})
+	return yes || err != nil
+}
+
 // poll calls f until it returns true, or until the link says that there has been enough polling, or the
-// deadline has passed.
+// deadline has passed. Only the goroutine that reads the link calls it, at a server.
 func (d *descriptor) poll(f func(fd uintptr) bool) (done bool, err error) {
 	d.report(false)
 	for n := 1; ; n++ {
@@ -191,7 +220,7 @@ func (d *descriptor) room() error {
 	})
 }
 
-// report sets whether what arrives from now on wakes the goroutine that reads.
+// report sets whether what arrives from now on wakes the goroutine that reads. The caller holds reading.
 func (d *descriptor) report(yes bool) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -207,16 +236,13 @@ func (d *descriptor) report(yes bool) {
 	_ = unix.EpollCtl(d.epoll, unix.EPOLL_CTL_MOD, d.fd, &d.event)
 }
 
-// pollFor makes the goroutine that reads poll for a time. It does not wake it if it would not poll, because
-// no request waits for an answer or another goroutine polls.
-func (d *descriptor) pollFor(t time.Duration) {
-	d.until.Store(int64(d.link.van.now() + t))
-	if d.link.polls() && !d.link.van.polling.Load() && d.waits.CompareAndSwap(true, false) {
-		d.deadlines.Lock()
-		defer d.deadlines.Unlock()
-		d.woken = true
-		_ = d.file.SetReadDeadline(time.Unix(1, 0)) // if file is closed, the goroutine is awake
-	}
+// wake makes the goroutine that reads the link read what has arrived. The caller holds reading.
+func (d *descriptor) wake() {
+	d.left = true
+	d.deadlines.Lock()
+	defer d.deadlines.Unlock()
+	d.woken = true
+	_ = d.file.SetReadDeadline(time.Unix(1, 0)) // if file is closed, the goroutine is awake
 }
 
 // awake reports whether a deadline has passed only to wake the goroutine that reads. It restores the
@@ -309,32 +335,117 @@ func (c *polledConn) Close() error { return c.d.close() }
 func (c *polledConn) SetReadDeadline(t time.Time) error { return c.d.setReadDeadline(t) }
 
 // polls reports whether the goroutine that reads the link polls for the next message: at a server for some
-// time after the last one, at a worker if Poll was called and a request has no answer.
+// time after the last one.
 func (l *link) polls() bool {
-	if !l.van.polls.Load() {
-		return false
-	}
-	if l.van.cfg.Role == Server {
-		return l.van.now()-time.Duration(l.heard.Load()) < serverPoll
-	}
-	if int64(l.van.now()) >= l.polled.until.Load() {
-		return false
-	}
+	return l.van.cfg.Role == Server && l.van.polls.Load() &&
+		l.van.now()-time.Duration(l.heard.Load()) < serverPoll
+}
+
+// waits reports whether a request has no answer.
+func (l *link) waits() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.requests > 0
 }
 
-// Poll makes a worker poll for responses for a short time, so that the caller can soon go on. The caller is
-// about to wait for one.
-func (v *Van) Poll() {
-	if v.cfg.Role != Worker || !v.polls.Load() {
+// Poll polls for responses at a worker until over is set, but only for a short time, and not if another
+// goroutine polls. It handles the responses in the goroutine of the caller, because waking another one takes
+// longer than a short request. The caller is about to wait until over is set.
+func (v *Van) Poll(over *atomic.Bool) {
+	if v.cfg.Role != Worker || !v.polls.Load() || !v.polling.CompareAndSwap(false, true) {
 		return
 	}
-	for id, l := range *v.links.Load() {
-		if id == l.peer && l.polled != nil {
-			l.polled.pollFor(workerPoll)
+	defer v.polling.Store(false)
+	links := *v.links.Load()
+	polled := false
+	until := v.now() + workerPoll
+	for n := 1; !over.Load(); n++ {
+		if n%pollsPerCheck == 0 && v.now() >= until {
+			break
 		}
+		if n%pollsPerGosched == 0 {
+			runtime.Gosched()
+		}
+		some := false
+		for id, l := range links {
+			if id == l.peer && l.polled != nil && l.waits() {
+				some = l.takeResponse() || some
+				polled = true
+			}
+		}
+		if !polled {
+			return
+		}
+		if !some {
+			v.yielder.Yield() // a poll enters the kernel anyway
+		}
+	}
+	for id, l := range links {
+		if id == l.peer && l.polled != nil {
+			l.endPoll()
+		}
+	}
+}
+
+// takeResponse handles a response that has arrived, and reports whether there was one. It handles only what
+// has arrived as a whole and isPlain accepts, so that the caller does not wait and runs no function of the
+// program. The goroutine that reads the link does the rest.
+func (l *link) takeResponse() bool {
+	d := l.polled
+	if !d.reading.TryLock() {
+		return false
+	}
+	defer d.reading.Unlock()
+	r := l.reader
+	if r == nil || d.left {
+		return false
+	}
+	d.report(false)
+	d.nowait = true
+	plain, err := r.hasWhole(isPlain)
+	d.nowait = false
+	if plain {
+		var m *Message
+		if m, err = r.next(); err == nil {
+			err = l.handle(m)
+		}
+	}
+	switch {
+	case err == errNothing:
+		return false
+	case err != nil:
+		r.failed = err
+		fallthrough
+	case !plain:
+		d.wake()
+		return false
+	}
+	return true
+}
+
+// isPlain reports whether the handling of a message neither waits nor calls a function of the program: it is
+// the response to a push or pull, or says that messages have arrived or are no longer read.
+func isPlain(m *Message) bool {
+	h := m.Header
+	if c := h.Control; c != nil {
+		return c.Command == pspb.Command_ACK || c.Command == pspb.Command_RELEASE
+	}
+	return !h.Request && (h.Push || h.Pull) && h.Replica == nil
+}
+
+// endPoll makes the goroutine that reads the link read what arrives from now on, and what has arrived.
+func (l *link) endPoll() {
+	d := l.polled
+	if !d.reading.TryLock() {
+		return // the goroutine that reads the link has it
+	}
+	defer d.reading.Unlock()
+	if l.reader == nil || d.left {
+		return
+	}
+	// The instance may not report again what had arrived before it was asked to.
+	if d.report(true); l.reader.in.Buffered() > 0 || d.readable() {
+		d.wake()
 	}
 }
 

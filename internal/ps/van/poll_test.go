@@ -8,6 +8,9 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -67,7 +70,6 @@ func TestPolledBytes(t *testing.T) {
 		go func() {
 			defer close(polls)
 			for !isClosed(stop) {
-				l.polled.pollFor(20 * time.Microsecond)
 				l.heard.Store(int64(l.van.now())) // a server has handled a message
 				runtime.Gosched()
 			}
@@ -108,10 +110,14 @@ func TestPolledBytes(t *testing.T) {
 	}
 }
 
+// pollFor makes the goroutine that reads the link of a server poll for a time. If that is 0, it no longer
+// polls.
+func pollFor(l *link, t time.Duration) { l.heard.Store(int64(l.van.now() - serverPoll + t)) }
+
 // TestPolledWakes checks that a byte is read that arrives at any time: while the goroutine that reads polls,
 // waits, or is between the two.
 func TestPolledWakes(t *testing.T) {
-	l, peer := newPolledLink(t, Worker)
+	l, peer := newPolledLink(t, Server)
 	done := make(chan error, 1)
 	go func() {
 		_, err := io.Copy(struct{ io.Writer }{l.conn}, struct{ io.Reader }{l.conn})
@@ -120,10 +126,10 @@ func TestPolledWakes(t *testing.T) {
 	b := make([]byte, 1)
 	for i := range 2000 {
 		if i%2 == 0 {
-			l.polled.pollFor(time.Duration(rand.IntN(100)) * time.Microsecond)
+			pollFor(l, time.Duration(rand.IntN(100))*time.Microsecond)
 		}
 		if i%4 < 2 {
-			for !l.polled.waits.Load() {
+			for l.van.polling.Load() {
 				runtime.Gosched()
 			}
 		}
@@ -146,29 +152,21 @@ func TestPolledWakes(t *testing.T) {
 }
 
 // TestPolledDeadline checks that a deadline makes reading fail although bytes have arrived or the goroutine
-// polls. Waking the goroutine that reads neither ends it nor removes its deadline, and a new deadline does
-// not prevent it from waking up.
+// polls. Waking the goroutine that reads does not remove its deadline, and a new deadline does not prevent it
+// from waking up.
 func TestPolledDeadline(t *testing.T) {
-	l, peer := newPolledLink(t, Worker)
+	l, peer := newPolledLink(t, Server)
 	done := make(chan error, 1)
 	read := func() {
 		_, err := l.conn.Read(make([]byte, 1))
 		done <- err
 	}
+	pollFor(l, time.Hour)
 	go read()
-	for range 100 {
-		testnet.Eventually(t, "the goroutine waits", l.polled.waits.Load)
-		l.polled.pollFor(time.Hour)
-		if err := l.conn.SetReadDeadline(time.Time{}); err != nil {
-			t.Fatal(err)
-		}
-		testnet.Eventually(t, "the goroutine polls", l.van.polling.Load)
-		l.polled.until.Store(0)
-	}
+	testnet.Eventually(t, "the goroutine polls", l.van.polling.Load)
 	if err := l.conn.SetReadDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
 		t.Fatal(err)
 	}
-	l.polled.pollFor(time.Hour) // the deadline passes while the goroutine polls
 	if err := <-done; !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("reading fails with %v, want %v", err, os.ErrDeadlineExceeded)
 	}
@@ -197,15 +195,19 @@ func TestPolledClose(t *testing.T) {
 	}{
 		"polls": {
 			func(l *link) error {
-				l.polled.pollFor(time.Hour)
+				pollFor(l, time.Hour)
 				_, err := l.conn.Read(make([]byte, 1))
 				return err
 			},
 			func(l *link) bool { return l.van.polling.Load() },
 		},
 		"waits": {
-			func(l *link) error { _, err := l.conn.Read(make([]byte, 1)); return err },
-			func(l *link) bool { return l.polled.waits.Load() },
+			func(l *link) error {
+				pollFor(l, 0)
+				_, err := l.conn.Read(make([]byte, 1))
+				return err
+			},
+			func(*link) bool { return true }, // or is about to
 		},
 		"writes": {
 			func(l *link) error { _, err := l.conn.Write(make([]byte, 8<<20)); return err },
@@ -213,7 +215,7 @@ func TestPolledClose(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l, peer := newPolledLink(t, Worker)
+			l, peer := newPolledLink(t, Server)
 			done := make(chan error, 1)
 			go func() { done <- c.call(l) }()
 			testnet.Eventually(t, "the call "+name, func() bool { return c.busy(l) })
@@ -243,37 +245,171 @@ func pollWritable(l *link) (yes bool) {
 	return yes
 }
 
-// TestPollingEnds checks that a worker polls only while Poll says so and a request has no answer, and that at
-// most one goroutine of a process polls.
-func TestPollingEnds(t *testing.T) {
+// record is a Handler that records the numbers of the messages that arrive.
+type record struct {
+	ignore
+	came chan struct{} // gets an element for each message; may be nil
+
+	mu      sync.Mutex
+	numbers []int64
+}
+
+func (h *record) Receive(_ Process, m *Message) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.numbers = append(h.numbers, m.Header.Timestamp)
+	m.Release()
+	if h.came != nil {
+		h.came <- struct{}{}
+	}
+}
+
+// count returns the number of messages that have arrived.
+func (h *record) count() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.numbers)
+}
+
+// TestPoll checks that each message arrives once and in order if a worker polls at random times: short
+// responses, long ones, requests and responses that the program handles, however they are cut into pieces.
+func TestPoll(t *testing.T) {
 	l, peer := newPolledLink(t, Worker)
-	got := make(chan error, 1)
+	h := new(record)
+	l.van.handler = h
+	l.van.links.Store(&map[int]*link{l.peer: l})
+	ended := make(chan error, 1)
+	go func() { ended <- l.read(newReader(l.conn)) }()
+
+	const messages = 3000
+	var bytes []byte
+	for i := range messages {
+		header := &pspb.Header{Push: true, Timestamp: int64(i + 1)}
+		m := &Message{Header: header}
+		switch rand.IntN(20) {
+		case 0:
+			header.Request = true
+		case 1:
+			header.Push = false // of a SimpleApp
+		case 2:
+			m.Data = [][]byte{make([]byte, rand.IntN(2*readerBytes))}
+		case 3:
+			header.Error = strings.Repeat("x", readerBytes+rand.IntN(100)) // longer than the reader's buffer
+		}
+		bytes = append(bytes, wire(t, m)...)
+	}
+	written := make(chan struct{})
 	go func() {
-		_, err := l.conn.Read(make([]byte, 1))
-		got <- err
+		defer close(written)
+		for len(bytes) > 0 {
+			n := min(1+rand.IntN(200), len(bytes))
+			if rand.IntN(50) == 0 {
+				n = min(2*readerBytes, len(bytes))
+			}
+			if _, err := peer.Write(bytes[:n]); err != nil {
+				t.Error(err)
+				return
+			}
+			bytes = bytes[n:]
+			for range rand.IntN(20) {
+				runtime.Gosched()
+			}
+		}
 	}()
-	waits := func() bool { return l.polled.waits.Load() && !l.van.polling.Load() }
-	polls := func() bool { return l.van.polling.Load() }
-	testnet.Eventually(t, "the goroutine waits", waits)
-	l.polled.pollFor(time.Hour)
-	testnet.Eventually(t, "the goroutine polls", polls)
-	l.answered()
-	testnet.Eventually(t, "the goroutine waits, because there is no request", waits)
-	l.mu.Lock()
-	l.requests++
-	l.mu.Unlock()
-	l.polled.pollFor(time.Millisecond)
-	testnet.Eventually(t, "the goroutine waits, because the time is over", waits)
-	testnet.Eventually(t, "another goroutine polls", func() bool {
-		return l.van.polling.CompareAndSwap(false, true)
-	})
-	l.polled.pollFor(time.Hour)
-	testnet.Eventually(t, "the goroutine waits while another one polls", l.polled.waits.Load)
-	if _, err := peer.Write([]byte{1}); err != nil {
+	for h.count() < messages && !t.Failed() {
+		select {
+		case err := <-ended:
+			t.Fatalf("reading ends after %d of %d messages: %v", h.count(), messages, err)
+		default:
+		}
+		var over atomic.Bool
+		until := time.AfterFunc(time.Duration(rand.IntN(200))*time.Microsecond, func() { over.Store(true) })
+		l.van.Poll(&over)
+		until.Stop()
+		for range rand.IntN(20) {
+			runtime.Gosched()
+		}
+	}
+	<-written
+	if err := peer.CloseWrite(); err != nil {
 		t.Fatal(err)
 	}
-	if err := <-got; err != nil {
-		t.Error(err)
+	if err := <-ended; !errors.Is(err, io.EOF) {
+		t.Errorf("reading ends with %v, want %v", err, io.EOF)
+	}
+	for i, n := range h.numbers {
+		if n != int64(i+1) {
+			t.Fatalf("message %d arrives in place %d", n, i+1)
+		}
+	}
+}
+
+// TestPollLeavesTheRest checks that a response arrives that comes when a call of Poll ends, although nobody
+// polls any longer and nothing else arrives.
+func TestPollLeavesTheRest(t *testing.T) {
+	l, peer := newPolledLink(t, Worker)
+	h := &record{came: make(chan struct{}, 1)}
+	l.van.handler = h
+	l.van.links.Store(&map[int]*link{l.peer: l})
+	ended := make(chan error, 1)
+	go func() { ended <- l.read(newReader(l.conn)) }()
+	message := wire(t, &Message{Header: &pspb.Header{Push: true, Timestamp: 1}})
+	for range 5000 {
+		var over atomic.Bool
+		written := make(chan struct{})
+		go func() {
+			defer close(written)
+			for range rand.IntN(30) {
+				runtime.Gosched()
+			}
+			over.Store(true)
+			if _, err := peer.Write(message); err != nil {
+				t.Error(err)
+			}
+		}()
+		l.van.Poll(&over)
+		select {
+		case <-h.came:
+		case <-time.After(time.Minute):
+			t.Fatal("a response has not arrived")
+		}
+		<-written
+	}
+	peer.Close()
+	<-ended
+}
+
+// TestPollSeesTheEnd checks that a call of Poll that meets the end of the connection leaves it to the
+// goroutine that reads.
+func TestPollSeesTheEnd(t *testing.T) {
+	for range 200 {
+		l, peer := newPolledLink(t, Worker)
+		l.van.links.Store(&map[int]*link{l.peer: l})
+		ended := make(chan error, 1)
+		go func() { ended <- l.read(newReader(l.conn)) }()
+		go peer.Close()
+		l.van.Poll(new(atomic.Bool))
+		if err := <-ended; !errors.Is(err, io.EOF) && !errors.Is(err, unix.ECONNRESET) {
+			t.Fatalf("reading ends with %v, want %v", err, io.EOF)
+		}
+		l.conn.Close()
+	}
+}
+
+// TestPollWithoutRequests checks that a worker does not poll if no request waits for an answer, or another
+// goroutine polls.
+func TestPollWithoutRequests(t *testing.T) {
+	l, _ := newPolledLink(t, Worker)
+	l.van.links.Store(&map[int]*link{l.peer: l})
+	l.van.polling.Store(true)
+	l.van.Poll(new(atomic.Bool))
+	if !l.van.polling.Swap(false) {
+		t.Error("a goroutine has ended the polling of another one")
+	}
+	l.answered()
+	l.van.Poll(new(atomic.Bool))
+	if l.polled.reports {
+		t.Error("a link without requests was polled")
 	}
 }
 
@@ -359,7 +495,7 @@ func TestMayPoll(t *testing.T) {
 // host that some of them have no processor.
 func TestPollingEndsWithReturn(t *testing.T) {
 	processors := min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
-	l, _ := newPolledLink(t, Worker)
+	l, _ := newPolledLink(t, Server)
 	v := l.van
 	for i := range processors + 1 {
 		host := v.cfg.HostID
@@ -368,11 +504,11 @@ func TestPollingEndsWithReturn(t *testing.T) {
 		}
 		v.setNode(&pspb.Node{Id: int32(8 + i), Incarnation: uint64(i + 1), HostId: host})
 	}
-	l.polled.pollFor(time.Hour)
+	pollFor(l, time.Hour)
 	if !v.mayPoll() || !l.polls() {
 		t.Errorf("with %d processes on %d processors, the link is not polled", processors, processors)
 	}
-	defer v.close(ErrStopped) // learn makes the worker connect with server 0
+	defer v.close(ErrStopped)
 	v.learn([]*pspb.Node{{Id: 8, Incarnation: 99, Generation: 1, HostId: v.cfg.HostID}})
 	if l.polls() {
 		t.Errorf("with %d processes on %d processors, the link is polled", processors+1, processors)

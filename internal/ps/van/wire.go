@@ -292,6 +292,11 @@ type reader struct {
 	frames bool    // messages may have frames
 	link   *link   // the link of the connection, once the peer has registered
 	sock   *socket // nil if the connection has none
+
+	// begun is a message of which only the header was read, or nil. failed is the error of an earlier read,
+	// or nil. The next read returns it.
+	begun  *Message
+	failed error
 }
 
 // newReader returns a reader that accepts only short messages without frames, until open is called.
@@ -312,6 +317,9 @@ func (c connReader) Read(p []byte) (int, error) {
 	if l := c.r.link; l != nil {
 		l.writeHeld()
 	}
+	if c.r.failed != nil {
+		return 0, c.r.failed
+	}
 	return c.r.from.Read(p)
 }
 
@@ -327,6 +335,24 @@ func (r *reader) close() {
 
 // next reads a message. If the stream ends before a message, the error is io.EOF.
 func (r *reader) next() (*Message, error) {
+	m := r.begun
+	r.begun = nil
+	if m == nil {
+		var err error
+		if m, err = r.begin(); err != nil {
+			return nil, err
+		}
+	}
+	if err := r.data(m); err != nil {
+		return nil, err
+	}
+	m.size += m.Bytes()
+	m.received = true
+	return m, nil
+}
+
+// begin reads the header of a message.
+func (r *reader) begin() (*Message, error) {
 	if _, err := io.ReadFull(r.in, r.size[:]); err != nil {
 		return nil, err
 	}
@@ -345,12 +371,41 @@ func (r *reader) next() (*Message, error) {
 	if cap(r.head) > readerBytes {
 		r.head = nil // a long header is rare
 	}
-	if err := r.data(m); err != nil {
-		return nil, err
-	}
-	m.size = dial.FrameHeaderBytes + int(n) + m.Bytes()
-	m.received = true
+	m.size = dial.FrameHeaderBytes + int(n)
 	return m, nil
+}
+
+// hasWhole reports whether the next message has arrived as a whole, is no longer than the buffer, and is one
+// that accept accepts. If the connection must not wait and a part of the header is missing, the error is
+// errNothing.
+func (r *reader) hasWhole(accept func(*Message) bool) (bool, error) {
+	b, err := r.in.Peek(dial.FrameHeaderBytes)
+	if err != nil {
+		return false, err
+	}
+	head := dial.FrameHeaderBytes + uint64(binary.BigEndian.Uint32(b))
+	if head > readerBytes { // Peek would keep errNothing for the next read
+		return false, nil
+	}
+	if _, err := r.in.Peek(int(head)); err != nil {
+		return false, err
+	}
+	m, err := r.begin()
+	if err != nil {
+		return false, err
+	}
+	r.begun = m
+	left := uint64(r.in.Buffered())
+	for _, f := range m.Header.Frames {
+		if f.Block != 0 {
+			continue
+		}
+		if f.Bytes > left {
+			return false, nil
+		}
+		left -= f.Bytes
+	}
+	return accept(m), nil
 }
 
 // data reads the frames of m.
