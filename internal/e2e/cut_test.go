@@ -22,11 +22,12 @@ const cutVariable = "GOHVD_E2E_CUT"
 // that forgets them. All ranks end with an error that names both, soon after the liveness limit. If the
 // control connection is cut too, rank 0 names the other rank, and the other rank names rank 0.
 func TestConnectionIsCut(t *testing.T) {
-	for _, c := range []struct {
+	type severance struct {
 		ranks int
 		cut   string
 		hosts int // number of ranks of each simulated host, or 0 for one host without shared memory
-	}{
+	}
+	for _, c := range sample(draws(t), []severance{
 		{2, "0 1 data busy large", 0},
 		{2, "0 1 data idle large", 0},
 		{2, "0 1 data busy broadcast", 0},
@@ -37,7 +38,7 @@ func TestConnectionIsCut(t *testing.T) {
 		{3, "1 2 data idle messages", 0},
 		{3, "0 2 all idle large", 0},
 		{4, "0 2 data busy large", 2},
-	} {
+	}, 5) {
 		t.Run(fmt.Sprint(c.ranks, " ", c.cut), func(t *testing.T) {
 			t.Parallel()
 			severedJob(t, c.ranks, c.hosts, c.cut)

@@ -43,8 +43,9 @@ func TestKill(t *testing.T) {
 			}
 		}
 	}
-	for _, d := range sample(random, deaths, 16) {
+	for _, d := range sample(random, deaths, 8) {
 		t.Run(fmt.Sprintf("%s/%s/%s/%d", d.program, d.memory, d.negotiation, d.victim), func(t *testing.T) {
+			t.Parallel()
 			kill(t, d.program, d.victim, d.after, "HVD_NEGOTIATION="+d.negotiation, "HOROVOD_CPU_OPERATIONS="+
 				d.memory)
 		})

@@ -47,7 +47,7 @@ func sameWeights(t *testing.T, l testmpi.Library, out string, n int) {
 // output and gets the arguments and the variables that are meant for it.
 func TestHvdrunWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
-		program := l.Build(t, "build", "./examples/digits")
+		program := digitsWithMPI(t, l)
 		file := filepath.Join(t.TempDir(), "timeline.json")
 		arg, tcp := "-x GIVEN=yes", "$OMPI_MCA_pml,$OMPI_MCA_btl = ob1,self,vader,tcp"
 		if l.Name == "mpich" {
@@ -69,7 +69,7 @@ func TestHvdrunWithMPI(t *testing.T) {
 // If hvdrun is killed, mpirun ends the job (see killHvdrun).
 func TestDeathUnderHvdrunWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
-		program := l.Build(t, "build", "./examples/digits")
+		program := digitsWithMPI(t, l)
 		for victim := range 3 {
 			// UCX would abort a survivor that copies from the memory of the victim.
 			j := underMPI(t, l, "-x", "UCX_TLS=^cma", program, "-epochs", "1000000")
@@ -125,7 +125,7 @@ func killHvdrun(t *testing.T, l testmpi.Library, program string) {
 // hvdrun --mpi trains on two hosts. mpirun reaches them by the command of --agent.
 func TestHostsWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
-		program := l.Build(t, "build", "./examples/digits")
+		program := digitsWithMPI(t, l)
 		hosts := testnet.NewHosts(t, 2)
 		for _, negotiation := range []string{"event", "lockstep"} {
 			j := startCommand(t, append(on(t, hosts[0]), "PATH="+l.Path(t), "OMPI_MCA_mpi_yield_when_idle=1",

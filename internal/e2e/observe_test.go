@@ -78,10 +78,10 @@ func checkTimeline(t *testing.T, pattern string, want int) {
 func TestSlowRankIsNamed(t *testing.T) {
 	digits := buildDigits(t)
 	for _, signalled := range []bool{false, true} {
-		// The four ranks share the processors with other tests, so each of them sometimes waits for
-		// milliseconds. If the slow rank is not found because of these waits, the test makes it slower.
+		// The four ranks share the processors with other tests, so each of them sometimes waits. If the slow
+		// rank is not found because of these waits, the test makes it slower.
 		var share float64
-		for _, slow := range []string{"15ms", "30ms", "60ms", "120ms"} {
+		for _, slow := range []string{"15ms", "60ms", "240ms", "960ms"} {
 			if share = slowRank(t, digits, slow, signalled); share >= 0.9 || t.Failed() {
 				break
 			}

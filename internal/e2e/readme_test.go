@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 )
 
 // The first command in the README is run. Four ranks train the example, and their weights are the same at the
@@ -24,7 +23,7 @@ func TestReadmeCommand(t *testing.T) {
 	if !strings.Contains(string(readme), "    "+command+"\n") {
 		t.Fatalf("the README does not have the command %q", command)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*jobLimit) // each rank links the example
 	defer cancel()
 	args := strings.Fields(command)
 	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
