@@ -26,27 +26,26 @@ export GORACE ?= atexit_sleep_ms=0
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-.PHONY: check
-check: test others ## everything CI runs
-
-# The targets of others that only read the working tree, so that make -j may run them at the same time.
+# The targets of check that only read the working tree, so that make -j may run them at the same time. The tests begin
+# first, because they take longest, and wait most of that time.
 .PHONY: readers
-readers: format vet race nocgo noasm test-mpi test-nccl test-new-torch test-ray wheel-check image
+readers: test format vet race wheel-check test-openmpi nocgo noasm test-nccl image
 
-.PHONY: others
-others: readers ## everything CI runs except the tests; make -j2 overlaps the waits of the targets
+.PHONY: check
+check: readers ## everything CI runs; make -j3 overlaps the waits of the targets
 	$(MAKE) --no-print-directory changed
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
+nightly: check race-all test-mpi test-new-torch test-ray wheel-twice wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
-# packages that take longest begin first, so that no processor is idle at the end.
+# packages that take longest begin first, so that no processor is idle at the end. They mostly wait for processes and
+# time limits, so two more packages are tested at a time than there are processors.
 .PHONY: test
 test: ## go test ./..., which also prints the tests that are skipped, and why
-	$(GO) test $(VETTED) -json -count 1 -timeout 30m ./internal/pythontest ./internal/e2e ./... | scripts/go-test.py
+	$(GO) test $(VETTED) -json -p $$(($$(nproc) + 2)) -count 1 -timeout 30m ./internal/pythontest ./internal/e2e ./... | scripts/go-test.py
 
 # Selects the packages that import sync or sync/atomic. In packages without synchronization the race detector
 # finds nothing.
@@ -66,9 +65,17 @@ TAGGED = git grep -lE '^//go:build .*\b($(1))\b' -- '*.go' | xargs dirname | sor
 # detector. The tests of libgohvd build it without the detector, which does not know of the threads of C.
 RACE = $(GO) test $(VETTED) -race -tags nccl -shuffle=on -timeout 30m
 
+# The packages with the goroutines of ranks and nodes while they run, from the public functions to the connections.
+RACED = ./hvd ./internal/cuda ./internal/engine ./internal/ps/van ./internal/sidecar ./internal/transport/mem \
+	./internal/transport/shm ./internal/transport/tcp ./ops/nccl ./ops/shm
+
 .PHONY: race
-race: vet-tool ## test the packages with goroutines and CUDA devices (with stand-ins) under the race detector, with less data
+race: vet-tool ## test the packages of running ranks and nodes (with stand-ins for CUDA) under the race detector, with less data
 	$(GO) vet $(VET) -race -tags nccl $$($(call TAGGED,race|nccl))
+	$(RACE) -short $(RACED)
+
+.PHONY: race-all
+race-all: vet-tool ## test all packages with goroutines and CUDA devices under the race detector
 	$(RACE) -short $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v -e cmd/hvdbench -e cmd/libgohvd) ./internal/conformance ./internal/cuda ./internal/testcuda ./ops/nccl
 	$(RACE) -run 'Core|Signals|Interrupted|Device' ./cmd/hvdbench
 	$(RACE) -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
@@ -100,8 +107,8 @@ asan: ## test the C code for NCCL and CUDA with the address sanitizer
 	scripts/tested.sh --note asan
 
 .PHONY: deaths
-deaths: ## test every death (in operations and in Init), fault and ending five times; every fault in every kind of job three times; 20 random ones on two levels and of nodes
-	$(GO) test -count 1 -timeout 0 -run 'Kill$$|Faults|DeathInInit|Endings' ./internal/e2e -args -whole 5
+deaths: ## test every death (in operations and in Init), fault, cut and ending five times; every fault in every kind of job three times; 20 random ones on two levels and of nodes
+	$(GO) test -count 1 -timeout 0 -run 'Kill$$|Faults|DeathInInit|Endings|ConnectionIsCut' ./internal/e2e -args -whole 5
 	$(GO) test -count 1 -timeout 0 -run FaultTable -v ./internal/e2e -args -whole 3 -mpi
 	$(GO) test -count 1 -timeout 0 -run FailuresOnTwoLevels -v ./internal/e2e -args -whole 20
 	$(GO) test -count 10 -run KillAndReturn -v ./ps
@@ -118,15 +125,19 @@ autotune: ## tune on 100 random surfaces of each kind
 # The packages with tests that start MPI jobs. Their tests for ranks are in files with the tag mpi.
 WITH_MPI = ./ops/mpi ./internal/rank ./internal/conformance ./internal/e2e
 
-.PHONY: test-mpi
-test-mpi: vet-tool ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
+.PHONY: test-openmpi
+test-openmpi: vet-tool ## test with Open MPI, as jobs of 1 to 4 processes, in Go
 	$(GO) vet $(VET) -tags mpi $$($(call TAGGED,mpi))
+	$(GO) test $(VETTED) -p 1 -count 1 -run MPI/openmpi -skip PythonWithMPI $(WITH_MPI) -args -mpi
+
+.PHONY: test-mpi
+test-mpi: ## test with Open MPI and MPICH, in Go and Python, and run bench/mpi.py
 	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
 	bench/mpi.py --rounds 1 --max-bytes 65536
 
 .PHONY: test-nccl
-test-nccl: ## test the Python package on CUDA devices, with stand-ins for NCCL and CUDA
-	$(GO) test $(VETTED) -tags nccl -count 1 -run Device ./internal/pythontest
+test-nccl: ## test the Python package, hvdbench and all operations on CUDA devices, with stand-ins for NCCL and CUDA
+	$(GO) test $(VETTED) -tags nccl -count 1 -run 'Device|NCCL' ./internal/pythontest ./internal/conformance ./cmd/hvdbench
 
 .PHONY: nccl-libraries
 nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) have what gohvd calls; needs no GPU
@@ -176,6 +187,10 @@ wheel: ## write wheels and archives for x86_64 and aarch64 to dist/; needs PyPI,
 wheel-check: ## build the wheels, follow docs/quickstart.md with them and uninstall them
 	GO="$(GO)" PYTHON="$(PYTHON)" scripts/wheel-check.sh
 
+.PHONY: wheel-twice
+wheel-twice: ## check that another folder, with other times and modes, gives the same wheels
+	GO="$(GO)" PYTHON="$(PYTHON)" scripts/wheel-check.sh --twice
+
 .PHONY: wheel-arm64
 wheel-arm64: ## test the library of the wheel for aarch64 under emulation; needs qemu-user-static and libc6-arm64-cross
 	rm -rf "$(TOOLS)/arm64"
@@ -212,10 +227,9 @@ TORCH_TESTS    = Torch|OtherLaunchers/torchrun
 TORCH_PACKAGES = ./store ./store/c10d ./internal/bootstrap ./internal/pythontest ./internal/e2e
 
 .PHONY: test-new-torch
-test-new-torch: python-programs ## the tests with PyTorch, with that of scripts/new-torch.sh, and the Python package at 2 ranks
+test-new-torch: ## the Go tests with PyTorch, with that of scripts/new-torch.sh
 	python=$$(scripts/new-torch.sh); \
-	TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip 'TorchDistributed|TorchIsTooOld' $(TORCH_PACKAGES); \
-	$(call TEST_PYTHON,$(PYTHON)) --ranks 2 "$$python"
+	TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip 'TorchDistributed|TorchIsTooOld' $(TORCH_PACKAGES)
 
 .PHONY: test-torch2
 test-torch2: python-programs ## test-python also with PyPI's newest torch (some GB) and PYTHONS; writes a part of docs/compatibility.md
