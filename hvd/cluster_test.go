@@ -109,12 +109,14 @@ func ranks(n int, f func(r int)) {
 }
 
 // place returns the options that make rank r of a job with n ranks meet the other ranks in the store kv. The
-// list settings holds the name of a setting, its value, the next name, and so on.
+// list settings holds the name of a setting, its value, the next name, and so on. By default, the limits are
+// longer than usual, because on a busy machine a rank may be silent for longer than 10 s.
 func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	opts := []hvd.InitOption{
 		hvd.WithStore(kv),
 		hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)),
-		hvd.WithSetting("HOROVOD_HOSTNAME", "test"),
+		hvd.WithSetting("HOROVOD_HOSTNAME", "test"), hvd.WithSetting("HVD_LIVENESS_SECONDS", "60"),
+		hvd.WithSetting("HOROVOD_GLOO_TIMEOUT_SECONDS", "120"),
 	}
 	for i := 0; i < len(settings); i += 2 {
 		opts = append(opts, hvd.WithSetting(settings[i], settings[i+1]))

@@ -283,6 +283,9 @@ func cycled[T hvd.Element](n int, f func(k int) T) []T {
 // reduced in several parts. The rounding error of a tensor in the first part must not be fed back to a tensor
 // in the second.
 func TestLargeGroup(t *testing.T) {
+	if testing.Short() {
+		t.Skip("much data; the goroutines are those of other groups")
+	}
 	for _, c := range []struct {
 		title   string
 		options []any
@@ -331,6 +334,9 @@ func TestLargeGroup(t *testing.T) {
 // result if one of two ranks has joined. The joined rank has to divide the group into the same parts as the
 // other rank.
 func TestLargeGroupBesideAJoin(t *testing.T) {
+	if testing.Short() {
+		t.Skip("much data; the goroutines are those of other groups")
+	}
 	for _, settings := range backends[:2] {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -340,11 +346,7 @@ func TestLargeGroupBesideAJoin(t *testing.T) {
 						xs[i] = cycled(5<<20, func(k int) int32 { return int32(i - k) }) // 20 MiB each
 					}
 					same := func(a, b []int32) bool { return bytes.Equal(tensor.Bytes(a), tensor.Bytes(b)) }
-					rounds := 3
-					if testing.Short() {
-						rounds = 1
-					}
-					for range rounds {
+					for range 3 {
 						got, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Min), hvd.On(e))
 						if err != nil || !slices.EqualFunc(got, xs, same) {
 							t.Errorf("the least of a group and of nothing is not the group: error %v", err)

@@ -126,7 +126,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 		"HVD_PS_REPLICAS", "HVD_SUBDOMAIN"}
 	for _, mode := range []string{"event", "lockstep"} {
 		all := map[string]string{"HVD_NEGOTIATION": mode, "HVD_SECRET": key,
-			"HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
+			"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
 		for _, s := range config.Settings() {
 			if s.Scope == config.PerProcess || s.Scope == config.ByLauncher {
 				continue
