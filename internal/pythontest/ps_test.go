@@ -195,6 +195,7 @@ func TestParameterServerFailed(t *testing.T) {
 		"exit": "its program has ended without finalize", "end": "its program has ended without finalize",
 	} {
 		t.Run(how, func(t *testing.T) {
+			t.Parallel()
 			told := filepath.Join(t.TempDir(), "told")
 			out, err := nodes(t, "-c", pythonFailedNode, how, told).CombinedOutput()
 			for _, want := range []string{

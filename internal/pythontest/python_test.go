@@ -63,7 +63,7 @@ var withoutSidecars = []string{"test_shim", "test_torch_autograd", "test_torch_f
 
 // pythonLimit limits the time of the Python tests for one number of ranks. In addition each test has a limit
 // of its own, but pythonLimit also ends a program that hangs outside of the tests.
-const pythonLimit = 10 * time.Minute
+const pythonLimit = 20 * time.Minute
 
 // python returns the directory of the Python package.
 func python(t testing.TB) string {
@@ -79,10 +79,16 @@ func python(t testing.TB) string {
 // checkout.
 func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
+	return jobOf(t, testnet.Python, n, args...)
+}
+
+// jobOf is like job, with the given interpreter.
+func jobOf(t testing.TB, interpreter string, n int, args ...string) *exec.Cmd {
+	t.Helper()
 	// The start timeout is long, because a rank may wait for another rank that still runs tests without other
 	// ranks.
 	return launched(t, append([]string{"-np", fmt.Sprint(n), "--start-timeout",
-		fmt.Sprint(pythonLimit.Seconds()), testnet.Python}, args...)...)
+		fmt.Sprint(pythonLimit.Seconds()), interpreter}, args...)...)
 }
 
 // launched returns a command that runs hvdrun with the Python package of this checkout. args has the flags of
@@ -107,9 +113,10 @@ func environment(t testing.TB) []string {
 // sidecarVariable makes each rank of a Python program run in a sidecar of its own.
 const sidecarVariable = "HVD_SIDECAR=spawn"
 
-// All tests of the Python package pass on 1 and on 3 ranks, and those of the operations on 2 ranks that run
-// in sidecars. (make test-python also runs all tests on 2 ranks in their processes.) All test files run in
-// one program, because importing torch takes longer than most of them.
+// All tests of the Python package pass on 1 rank, those that need ranks on 3 ranks with PyTorch 2, and those
+// of the operations on 2 ranks that run in sidecars. (make test-torch2 runs all tests with both versions of
+// PyTorch on 1, 2 and 3 ranks.) All test files run in one program, because importing torch takes longer than
+// most of them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
@@ -118,11 +125,15 @@ func TestPython(t *testing.T) {
 	testnet.NeedTorch(t)
 	var seen coverage
 	for _, c := range []struct {
-		ranks   int
-		sidecar bool
-	}{{1, false}, {3, false}, {2, true}} {
+		ranks             int
+		newTorch, sidecar bool
+	}{{1, false, false}, {3, true, false}, {2, false, true}} {
 		n := c.ranks
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			interpreter := testnet.Python
+			if c.newTorch {
+				interpreter = testnet.NewTorch(t)
+			}
 			var modules []string
 			for _, file := range files {
 				module := strings.TrimSuffix(filepath.Base(file), ".py")
@@ -137,7 +148,7 @@ func TestPython(t *testing.T) {
 				// The development mode checks the memory and the locks of the interpreter.
 				args = append([]string{"-X", "dev"}, args...)
 			}
-			cmd := job(t, n, append(args, modules...)...)
+			cmd := jobOf(t, interpreter, n, append(args, modules...)...)
 			cmd.Dir = filepath.Dir(files[0])
 			if c.sidecar {
 				cmd.Env = append(cmd.Env, sidecarVariable)
@@ -256,6 +267,7 @@ func TestPythonKilled(t *testing.T) {
 	} {
 		how := c.how
 		t.Run(how, func(t *testing.T) {
+			t.Parallel()
 			script := filepath.Join(t.TempDir(), "script.py")
 			if err := os.WriteFile(script, []byte(pythonVictim), 0o600); err != nil {
 				t.Fatal(err)
@@ -313,6 +325,7 @@ func TestHvdrunKilled(t *testing.T) {
 
 // hvdrunKilled kills hvdrun and checks that the processes of the ranks end. There are perRank of each rank.
 func hvdrunKilled(t *testing.T, perRank int, env ...string) {
+	t.Parallel()
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(pythonWorker), 0o600); err != nil {
 		t.Fatal(err)

@@ -63,6 +63,7 @@ func TestBesideTorch(t *testing.T) {
 		{"torchrun", "ht", torchrun}, {"by hand", "th", byHand}, {"by hand", "ht", byHand},
 	} {
 		t.Run(test.launcher+" "+test.order, func(t *testing.T) {
+			t.Parallel()
 			out := test.run(t, func(args ...string) *exec.Cmd {
 				cmd := pythonCommand(t, testnet.Python, append(args, script, test.order)...)
 				cmd.Env = append(cmd.Env, "GLOO_SOCKET_IFNAME=lo")
