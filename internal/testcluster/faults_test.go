@@ -107,7 +107,7 @@ func TestDataConnectionCut(t *testing.T) {
 			for s := uint64(1); s <= max(seeds, *seed); s++ {
 				if *seed == 0 || *seed == s {
 					t.Run(fmt.Sprintf("%s/lockstep=%v/seed=%d", job.name, lockstep, s), func(t *testing.T) {
-						t.Parallel() // the verdict comes after two heartbeat periods
+						t.Parallel()
 						job.cut(t, lockstep, s)
 					})
 				}
@@ -144,6 +144,7 @@ func (w *wired) cutOnce(t *testing.T, lockstep bool, seed uint64) string {
 	testcluster.Run(t, testcluster.Options{Ranks: w.ranks, Transport: testcluster.TCP, Hosts: w.hosts,
 		Fails: true, Config: func(cfg *engine.Config) {
 			cfg.Lockstep, cfg.Mesh = lockstep, net.Wrap(cfg.Rank, cfg.Mesh)
+			cfg.LivenessTimeout = 10 * time.Second // the verdict comes after two heartbeat periods
 		},
 	}, func(r *testcluster.Rank) {
 		var err error

@@ -260,7 +260,7 @@ func (c *cluster) start() error {
 		wg.Go(func() {
 			cfg := engine.Config{
 				Rank: topo.Rank(i), Size: c.o.Ranks, Mesh: mesh, Sets: sets[1:],
-				CacheCapacity: 1024, FusionThresholdBytes: 64 << 20, LivenessTimeout: 10 * time.Second,
+				CacheCapacity: 1024, FusionThresholdBytes: 64 << 20, LivenessTimeout: time.Minute,
 			}
 			if c.o.Transport == Mem && c.o.Process == nil {
 				cfg.Spin = -1
