@@ -566,9 +566,8 @@ func (r *Rank) failed(err error) error {
 	for _, failed := range why.Ranks {
 		p.Ranks = append(p.Ranks, int(failed))
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), reportTimeout)
-	defer cancel()
-	reportVerdict(ctx, r.launcher(), joblink.Verdict{Epoch: r.Epoch, Silent: why.Silent, Starting: true}, p)
+	reportVerdict(context.Background(), r.launcher(),
+		joblink.Verdict{Epoch: r.Epoch, Silent: why.Silent, Starting: true}, p)
 	if !found {
 		return err
 	}
@@ -576,7 +575,8 @@ func (r *Rank) failed(err error) error {
 }
 
 // reportVerdict reports to the launcher which ranks failed. The launcher then does not blame ranks that ended
-// only because of this failure. v is the verdict without the ranks and the reason. launcher may be nil.
+// only because of this failure. v is the verdict without the ranks and the reason. launcher may be nil. It
+// returns within verdictTimeout.
 func reportVerdict(ctx context.Context, launcher joblink.Link, v joblink.Verdict, p *engine.PeerError) {
 	if launcher == nil {
 		return
@@ -585,6 +585,8 @@ func reportVerdict(ctx context.Context, launcher joblink.Link, v joblink.Verdict
 	for _, failed := range p.Ranks {
 		v.Ranks = append(v.Ranks, topo.Rank(failed))
 	}
+	ctx, cancel := context.WithTimeout(ctx, verdictTimeout)
+	defer cancel()
 	// Ignore the error, because the program receives the verdict as the error of its operations.
 	_ = launcher.ReportVerdict(ctx, v)
 }

@@ -63,28 +63,30 @@ func (unreachable) Report(ctx context.Context, _ string, _ []byte) error {
 // a launcher it is not delayed. In both cases the rank's own log says what the rank did.
 func TestVerdictWithoutLauncher(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		verdictWith(t, unreachable{}, reportTimeout, 1)
+		verdictWith(t, unreachable{}, verdictTimeout, 1)
 		verdictWith(t, nil, 0, 1)
 	})
 }
 
-// slow is the link to a launcher that takes most of the time limit to receive each report.
+// slow is the link to a launcher that takes most of the time limits to receive a verdict and a report.
 type slow struct {
 	joblink.Link
 	verdicts, reports *atomic.Int32
 }
 
 func (l slow) ReportVerdict(ctx context.Context, _ joblink.Verdict) error {
-	return receive(ctx, l.verdicts)
+	return receive(ctx, verdictTimeout, l.verdicts)
 }
 
-func (l slow) Report(ctx context.Context, _ string, _ []byte) error { return receive(ctx, l.reports) }
+func (l slow) Report(ctx context.Context, _ string, _ []byte) error {
+	return receive(ctx, reportTimeout, l.reports)
+}
 
-func receive(ctx context.Context, received *atomic.Int32) error {
+func receive(ctx context.Context, limit time.Duration, received *atomic.Int32) error {
 	select {
 	case <-ctx.Done():
 		return ctx.Err()
-	case <-time.After(reportTimeout * 9 / 10):
+	case <-time.After(limit * 9 / 10):
 		received.Add(1)
 		return nil
 	}
@@ -94,7 +96,7 @@ func receive(ctx context.Context, received *atomic.Int32) error {
 func TestVerdictWithSlowLauncher(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := slow{verdicts: new(atomic.Int32), reports: new(atomic.Int32)}
-		verdictWith(t, l, reportTimeout*9/10, 0)
+		verdictWith(t, l, verdictTimeout*9/10, 0)
 		if v, r := l.verdicts.Load(), l.reports.Load(); v != 1 || r != 1 {
 			t.Errorf("the launcher received %d verdicts and %d dumps, want one of each", v, r)
 		}

@@ -69,10 +69,12 @@ type reportedStall struct {
 }
 
 const (
-	// reportTimeout is the maximum time for which a failed job delays the end of its operations until the
-	// launcher has received the verdict and this rank's dump. The launcher may be on a host that this rank
-	// cannot reach any more.
-	reportTimeout = 500 * time.Millisecond
+	// verdictTimeout and reportTimeout are the maximum times for which a failed job delays the end of its
+	// operations until the launcher has received the verdict, and this rank's dump. The launcher may be on a
+	// host that this rank cannot reach any more. But it may also be waiting for a processor, and without the
+	// verdict it takes the first rank that ends for the cause.
+	verdictTimeout = 1500 * time.Millisecond
+	reportTimeout  = 500 * time.Millisecond
 	// maxStalls is the maximum number of stall reports that wait for forwardStalls. It is also the maximum
 	// number of stalls in a dump.
 	maxStalls = 16
@@ -308,7 +310,7 @@ func (r *Watch) failed(failure error) {
 	defer cancel()
 	var verdict sync.WaitGroup
 	if p, ok := errors.AsType[*engine.PeerError](failure); ok {
-		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, joblink.Verdict{Epoch: r.cfg.Epoch}, p) })
+		verdict.Go(func() { reportVerdict(r.ctx, r.cfg.Launcher, joblink.Verdict{Epoch: r.cfg.Epoch}, p) })
 	}
 	dump := r.Dump(why)
 	r.timeline.pending(dump.At, dump.Pending)
