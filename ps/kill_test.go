@@ -149,7 +149,10 @@ func startCommand(t *testing.T, cmd *exec.Cmd, program, port, role string, rank,
 	}()
 	t.Cleanup(func() {
 		_ = p.cmd.Process.Kill()
-		for range p.lines {
+		for line := range p.lines {
+			if t.Failed() { // perhaps because this process has failed, and the test waits for another one
+				t.Logf("%s %d: %s", role, rank, line)
+			}
 		}
 		_ = p.cmd.Wait()
 	})

@@ -237,28 +237,36 @@ func killServers(t *testing.T, seed uint64, servers int, env []string) {
 // TestSuspendedServer stops a server with SIGSTOP. The scheduler must declare it dead, and the workers must
 // go on. When the process continues, it must fail, and another one must be able to take its place.
 func TestSuspendedServer(t *testing.T) {
-	nodes, start := startSums(t, 2, "PS_HEARTBEAT_TIMEOUT=5")
 	for _, id := range []int{8, 10} {
-		suspended := nodes[id]
-		nodes[9].rounds(t, 3)
-		if err := suspended.cmd.Process.Signal(unix.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
-		// The first round may be in the channel already, or need only answers that are under way.
-		for _, worker := range []int{9, 11} {
-			nodes[worker].rounds(t, 50)
-		}
-		if err := suspended.cmd.Process.Signal(unix.SIGCONT); err != nil {
-			t.Fatal(err)
-		}
-		for range suspended.lines {
-		}
-		if err := suspended.cmd.Wait(); err == nil {
-			t.Errorf("%s has ended without an error after it was declared dead", van.Name(id))
-		}
-		start(id)
-		nodes[id].next(t, "complete")
+		t.Run(van.Name(id), func(t *testing.T) {
+			t.Parallel()
+			suspendServer(t, id)
+		})
 	}
+}
+
+func suspendServer(t *testing.T, id int) {
+	// A process that gets no processor for so long is declared dead too.
+	nodes, start := startSums(t, 2, "PS_HEARTBEAT_TIMEOUT=12")
+	suspended := nodes[id]
+	nodes[9].rounds(t, 3)
+	if err := suspended.cmd.Process.Signal(unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	// The first round may be in the channel already, or need only answers that are under way.
+	for _, worker := range []int{9, 11} {
+		nodes[worker].rounds(t, 50)
+	}
+	if err := suspended.cmd.Process.Signal(unix.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	for range suspended.lines {
+	}
+	if err := suspended.cmd.Wait(); err == nil {
+		t.Errorf("%s has ended without an error after it was declared dead", van.Name(id))
+	}
+	start(id)
+	nodes[id].next(t, "complete")
 	endSums(t, nodes)
 }
 
