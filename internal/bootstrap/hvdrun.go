@@ -38,7 +38,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 		return err
 	}
 	m.usePlace(p)
-	m.launcher = p.Store
+	m.launcher, m.Settings.LauncherRanks = p.Store, nil // the launcher's ranks are those of the job
 	return nil
 }
 
@@ -54,26 +54,33 @@ func (m *Meeting) launcherAddr() string {
 const linkTimeout = 5 * time.Second
 
 // link connects to the store of hvdrun in a job that meets elsewhere, so that hvdrun hears of its failures.
-// It does so only if the ranks have the same numbers in the job as hvdrun has given them, because otherwise
-// the job has only some of hvdrun's processes, and hvdrun would take its ranks for others. s is the secret
-// that hvdrun has given to the ranks. If there is no connection, link logs a warning, because the job works
-// without it.
-func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) {
+// It does so only if the number that hvdrun has given to each rank is known: it is the same in the job, or in
+// Config.LauncherRanks. Otherwise hvdrun would take a rank for another one. s is the secret that hvdrun has
+// given to the ranks. If there is no connection, link logs a warning, because the job works without it.
+func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) error {
 	set := &m.Settings
+	own := set.Rank
+	if list := set.LauncherRanks; list != nil {
+		if len(list) != set.Size {
+			return fmt.Errorf("HVD_LAUNCHER_RANKS has %d ranks, but the job has %d", len(list), set.Size)
+		}
+		own = list[set.Rank]
+	}
 	addr := m.launcherAddr()
-	if addr == "" || set.Environment("HOROVOD_RANK") != strconv.Itoa(set.Rank) ||
-		set.Environment("HOROVOD_SIZE") != strconv.Itoa(set.Size) {
-		return
+	if addr == "" || set.Environment("HOROVOD_RANK") != strconv.Itoa(own) ||
+		set.LauncherRanks == nil && set.Environment("HOROVOD_SIZE") != strconv.Itoa(set.Size) {
+		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, linkTimeout)
 	defer cancel()
 	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
 	if err != nil {
 		log.Warn("no connection to hvdrun, which will not learn why the job fails", zap.Error(err))
-		return
+		return nil
 	}
 	m.onClose(client.Close)
 	m.launcher = client
+	return nil
 }
 
 // askSecret sets the secret to that of the store at addr, which is on loopback.
@@ -95,9 +102,9 @@ func (m *Meeting) askSecret(ctx context.Context, addr string) error {
 	return err
 }
 
-// Launcher returns the store of hvdrun if hvdrun has started this process as the rank that it is in the job,
-// else nil. Package joblink uses this store for the link to the launcher. The ranks may meet at another
-// store.
+// Launcher returns the store of hvdrun if hvdrun has started this process and the meeting knows the number
+// that hvdrun has given to each rank, else nil. Package joblink uses this store for the link to the launcher.
+// The ranks may meet at another store.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
 // Dial connects to the store of a launcher. Rank and Size of the Place are -1, because the store does not

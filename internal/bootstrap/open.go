@@ -143,7 +143,9 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		m.Settings.Rank, m.Settings.Size = 0, 1
 	}
 	if m.launcher == nil {
-		m.link(ctx, launcherSecret, cfg.Log)
+		if err := m.link(ctx, launcherSecret, cfg.Log); err != nil {
+			return err
+		}
 	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure {
 		cfg.Log.Warn("the job has no secret, so every user of this host can take part in it: give all ranks the same file in HVD_SECRET_FILE")

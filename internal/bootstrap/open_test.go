@@ -209,7 +209,8 @@ func TestOwnStore(t *testing.T) {
 
 // TestLinkToLauncher checks that a rank that hvdrun has started is connected to hvdrun's store, although the
 // ranks meet at another one. A process whose number in the job is another one than hvdrun has given to it is
-// not connected, and a rank that cannot connect still meets the others.
+// connected only if HVD_LAUNCHER_RANKS has hvdrun's numbers of all ranks. A rank that cannot connect still
+// meets the others.
 func TestLinkToLauncher(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -236,6 +237,16 @@ func TestLinkToLauncher(t *testing.T) {
 	}{
 		"unique id": {nil, func(c *Config, id ID) { c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2} }, true, ""},
 		"store":     {nil, func(c *Config, _ ID) { c.Store = own }, true, ""},
+		"a part": {map[string]string{"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3", "HVD_LAUNCHER_RANKS": "0,3"},
+			func(c *Config, id ID) {
+				c.Settings.Rank, c.Settings.Size = config.Unset, config.Unset
+				c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2}
+			}, true, ""},
+		"another part": {map[string]string{"HOROVOD_SIZE": "4", "HVD_LAUNCHER_RANKS": "0,3"},
+			func(c *Config, id ID) {
+				c.Settings.Rank, c.Settings.Size = config.Unset, config.Unset
+				c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2}
+			}, false, ""},
 		"another size": {map[string]string{"HOROVOD_SIZE": "4"}, func(c *Config, id ID) {
 			c.Settings.Rank, c.Settings.Size = config.Unset, config.Unset
 			c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2}

@@ -82,6 +82,9 @@ type Config struct {
 	// separated by commas. The ranks use one of the two to meet, unless the program chooses another way. Both
 	// are empty if no source has a value.
 	InitMethod, UniqueID string
+	// LauncherRanks has the launcher's number of each rank of the job. It is empty if the ranks have the same
+	// numbers in both.
+	LauncherRanks []int
 	// JobID identifies the job, so that its processes refuse processes of another job that uses the same
 	// addresses.
 	JobID string

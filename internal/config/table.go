@@ -234,7 +234,7 @@ var settings = []Setting{
 		Doc: "processor cores to which the ranks of a host pin their background threads: one core for " +
 			"each local rank, in the order of local ranks, as in 0,2,4. Init fails if the list is shorter " +
 			"than the number of ranks on the host, or if the process may not run on its core",
-		kind: cores(func(c *Config) *[]int { return &c.ThreadAffinity }),
+		kind: numbers(func(c *Config) *[]int { return &c.ThreadAffinity }),
 	},
 	{
 		Name: "HVD_BIND_TO", Section: sectionStart, Scope: PerProcess,
@@ -754,6 +754,14 @@ var settings = []Setting{
 		kind: text("the text of an id, or several with commas between them", func(c *Config) *string {
 			return &c.UniqueID
 		}),
+	},
+	{
+		Name: "HVD_LAUNCHER_RANKS", Section: sectionPlace, Scope: PerProcess,
+		Otherwise: "those of the job",
+		Doc: "ranks that hvdrun has given to the ranks of a job that has only some of its processes, in the " +
+			"order of the job's ranks, as in 0,2. hvdrun then learns which of them has failed. The package " +
+			"gohvd.torch.distributed sets it",
+		kind: numbers(func(c *Config) *[]int { return &c.LauncherRanks }),
 	},
 	{
 		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher, Secret: true,

@@ -186,13 +186,13 @@ func short(field func(*Config) *string) kind {
 	}}
 }
 
-// cores returns the kind of lists of processor cores, one for each local rank.
-func cores(field func(*Config) *[]int) kind {
+// numbers returns the kind of lists of numbers.
+func numbers(field func(*Config) *[]int) kind {
 	return kind{want: "whole numbers of at least 0 with commas between them",
 		read: func(c *Config, text string) (bool, error) {
 			var list []int
-			for _, core := range strings.Split(text, ",") {
-				v, err := strconv.ParseInt(strings.TrimSpace(core), 10, 32)
+			for _, number := range strings.Split(text, ",") {
+				v, err := strconv.ParseInt(strings.TrimSpace(number), 10, 32)
 				if err != nil || v < 0 {
 					return false, nil
 				}

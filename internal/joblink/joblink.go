@@ -153,6 +153,37 @@ type link struct {
 	generation uint64
 }
 
+// NewOfPart returns the link of a rank of a job that has only some of the launcher's processes. numbers has
+// the number that the launcher has given to each rank of the job. The link only reports verdicts: it leaves
+// questions unanswered, because the launcher would take the operations for those of one job of all processes.
+func NewOfPart(kv store.Store, numbers []int, rank int) Link {
+	return &part{link{kv: kv, rank: numbers[rank]}, numbers}
+}
+
+type part struct {
+	link
+	numbers []int
+}
+
+func (p *part) HasListener(context.Context) (bool, error) { return false, nil }
+
+func (p *part) Report(context.Context, string, []byte) error { return ErrNoLauncher }
+
+func (p *part) ReportVerdict(ctx context.Context, v Verdict) error {
+	v.Reason += fmt.Sprintf(" (%s in the job of hvdrun's %s)", topo.FormatRanks(v.Ranks),
+		topo.FormatRanks(slices.Sorted(slices.Values(p.numbers))))
+	v.Ranks = slices.Clone(v.Ranks)
+	for i, r := range v.Ranks {
+		v.Ranks[i] = topo.Rank(p.numbers[r])
+	}
+	return p.link.ReportVerdict(ctx, v)
+}
+
+func (p *part) Answer(ctx context.Context, _ func(what string) []byte) error {
+	<-ctx.Done()
+	return nil
+}
+
 func (l *link) failed(what string, err error) error {
 	if err != nil {
 		err = fmt.Errorf("joblink: rank %d: %s: %w", l.rank, what, err)

@@ -398,6 +398,40 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
+// The verdict of a job that has only some of the launcher's processes names them as the launcher does.
+func TestVerdictOfPart(t *testing.T) {
+	kv, dial := served(t)
+	ctx := testnet.Context(t)
+	l := listen(t, kv, 4, deaf)
+	rank := NewOfPart(dial(), []int{3, 0, 2}, 1)
+	told := verdictOf(1, "it is silent", 0, 2)
+	if err := rank.ReportVerdict(ctx, told); err != nil {
+		t.Fatal(err)
+	}
+	v, err := l.Verdict(ctx)
+	if want := []topo.Rank{3, 2}; err != nil || !slices.Equal(v.Ranks, want) ||
+		v.Reason != "it is silent (ranks 0 and 2 in the job of hvdrun's ranks 0, 2 and 3)" {
+		t.Errorf("got %v, %v, want ranks %v", v, err, want)
+	}
+	if want := []topo.Rank{0, 2}; !slices.Equal(told.Ranks, want) {
+		t.Errorf("the caller's verdict has ranks %v now, want %v", told.Ranks, want)
+	}
+	if heard, err := rank.HasListener(ctx); heard || err != nil {
+		t.Errorf("a launcher listens to stalls of a part: %v, %v", heard, err)
+	}
+	limited, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	go func() {
+		_ = rank.Answer(limited, func(string) []byte {
+			t.Error("a part was asked")
+			return nil
+		})
+	}()
+	if answers, missing, err := l.Ask(limited, Dump); len(answers) > 0 || len(missing) != 4 {
+		t.Errorf("got %v, missing %v, %v", answers, missing, err)
+	}
+}
+
 // An elastic job gets each verdict, with the rank that has reported it, except those that are taken back.
 func TestOnVerdict(t *testing.T) {
 	kv, dial := served(t)

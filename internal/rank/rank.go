@@ -597,6 +597,9 @@ func (r *Rank) launcher() joblink.Link {
 	if kv == nil {
 		return nil
 	}
+	if set := &r.meeting.Settings; set.LauncherRanks != nil {
+		return joblink.NewOfPart(kv, set.LauncherRanks, set.Rank)
+	}
 	return joblink.NewOf(r.generation, kv, r.meeting.Settings.Rank)
 }
 

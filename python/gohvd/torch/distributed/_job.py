@@ -10,6 +10,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from ... import _engine
 from ...exceptions import HorovodInternalError
 from ...process_sets import ProcessSet, add_process_set, global_process_set
@@ -71,7 +73,7 @@ def enter(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
     if ranks is None and _job is not None:
         leave_all()  # torch versions before 2.3 do not tell a group that it is destroyed
     if _job is None or not _engine_.initialized():
-        ours = _meet(store, rank, size, timeout)
+        ours = _meet(store, rank, size, ranks, timeout)
         _job = Job(ranks, ours)
     return _job
 
@@ -101,8 +103,9 @@ def leave_all() -> None:
             _engine_.shutdown()
 
 
-def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
-    """Joins this process to the job of a group. Returns whether the job is new. All ranks of the group must call it.
+def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta) -> bool:
+    """Joins this process to the job of a group. Returns whether the job is new. All ranks of the group must call it. ranks
+    is that of enter.
 
     The rank that calls it first says how the ranks meet. So no rank waits here for one that never comes: ranks that are
     missing are missing in Init, which names them.
@@ -141,7 +144,8 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
         return False
     if running is not None:
         raise ValueError(f"{mine}, but rank {first} of the group has not: all ranks must call hvd.init(), or none")
-    _engine_.init(
-        [], {"HVD_UNIQUE_ID": rest, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
-    )
+    settings = {"HVD_UNIQUE_ID": rest, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
+    if ranks is not None and os.environ.get("HOROVOD_SIZE") == str(dist.get_world_size()):
+        settings["HVD_LAUNCHER_RANKS"] = ",".join(map(str, ranks))  # torch numbers the processes as hvdrun does
+    _engine_.init([], settings)
     return True
