@@ -35,7 +35,9 @@ type tableKind struct {
 	env     []string
 	// command returns the command of the job. If over is set, the job runs on two hosts, which it makes.
 	command func(t *testing.T, over bool) (hosts []*testnet.Host, command, env []string)
-	raised  int // the exit status of a process whose program has raised an error
+	// first is the process of hvdrun that is rank 0 of the job, and is so called in errors.
+	first  int
+	raised int // the exit status of a process whose program has raised an error
 	// status is a regular expression that matches the exit status of the launcher. If it is empty, the
 	// launcher must end with the status of the victim, or 1 if that is 0.
 	status string
@@ -140,6 +142,7 @@ type tableJob struct {
 	ready int             // number of lines "ready"
 	began time.Time       // when the fault happened
 	errs  map[string]line // errors of the other processes
+	woke  bool            // the victim has reported an error although it was stopped: mpirun has continued it
 	// back has the time at which the victim was ready again, and after that those of the first rounds of the
 	// workers.
 	back map[string]time.Time
@@ -177,11 +180,15 @@ func (c tableCell) run(t *testing.T, random *rand.Rand) tableRound {
 	dir := t.TempDir()
 	j.end = filepath.Join(dir, "end")
 	hosts, command, env := k.command(t, c.fault == "cut" || k.hosts)
+	limit := jobLimit // only a process that hangs in Init reaches the limit
+	if c.fault == "hung in Init" {
+		limit = tableInit
+	}
 	env = slices.Concat(env, k.env, []string{
 		faultVariable + "=" + c.fault, victimVariable + "=" + strings.TrimPrefix(j.victim, "rank "),
 		stepVariable + "=" + step, onceVariable + "=" + filepath.Join(dir, "once"), "E2E_END=" + j.end,
 		fmt.Sprint("HVD_LIVENESS_SECONDS=", liveness.Seconds()),
-		fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", tableInit.Seconds()),
+		fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", limit.Seconds()),
 	})
 	if slices.Contains(k.victims, "server 0") {
 		j.processes = 1 + servers + workers
@@ -238,6 +245,7 @@ func (j *tableJob) follow(l line) {
 		if name != j.victim {
 			j.errs[name] = line{text: rest, at: l.at}
 		}
+		j.woke = j.woke || name == j.victim && j.fault == "hung in Init"
 	}
 }
 
@@ -296,13 +304,17 @@ func (j *tableJob) check(r tableRound) string {
 	if most := j.limit + time.Second; *whole > 0 && r.took > most {
 		wrong = append(wrong, fmt.Sprintf("want at most %v", most))
 	}
-	naming := 0
+	naming, victim := 0, j.victim
+	if number, is := strings.CutPrefix(victim, "rank "); is {
+		n, _ := strconv.Atoi(number)
+		victim = fmt.Sprint("rank ", n-j.kind.first)
+	}
 	for name, l := range j.errs {
 		switch {
-		case strings.Contains(l.text, j.victim):
+		case strings.Contains(l.text, victim):
 			naming++
-		case strings.HasPrefix(j.victim, "rank "):
-			wrong = append(wrong, fmt.Sprintf("%s does not name %s: %s", name, j.victim, l.text))
+		case strings.HasPrefix(j.victim, "rank ") && !j.woke:
+			wrong = append(wrong, fmt.Sprintf("%s does not name %s: %s", name, victim, l.text))
 		}
 	}
 	// The other nodes may name one that has ended because of the victim.
@@ -316,7 +328,7 @@ var (
 	rootOfReport  = regexp.MustCompile(`(?m)^  (rank \d+|scheduler|server \d+|worker \d+): `)
 	rootUnderMPI  = regexp.MustCompile(`^ \([^)]*\): (ranks? [\d, and]*\d) failed: `)
 	startedAgain  = regexp.MustCompile(`(?m)^hvdrun: (server \d+|worker \d+): .*; starting it again`)
-	failedInError = regexp.MustCompile(`(ranks? [\d, and]*\d) failed: |waiting for (ranks? [\d, and]*\d)[ :]`)
+	failedInError = regexp.MustCompile(`(ranks? [\d, and]*\d) failed: |waiting (?:for|until) (ranks? [\d, and]*\d)[ :]`)
 )
 
 // rootCause returns the processes that the report of hvdrun names as the root cause or, if the job has gone
@@ -370,6 +382,7 @@ func tableKinds(t *testing.T) []*tableKind {
 		{name: "ranks, hosts", victims: three, hosts: true, raised: 3, env: []string{asRanks},
 			command: underHvdrun(self)},
 		torchKind(t, "torch.distributed, hvdrun"), torchKind(t, "torch.distributed, torchrun"),
+		torchKind(t, "torch.distributed, hvdrun, group of ranks 1 and 2"),
 		mpiKind(t, "openmpi"), mpiKind(t, "mpich"),
 	}
 	for _, k := range kinds {
@@ -439,13 +452,13 @@ func mpiKind(t *testing.T, library string) *tableKind {
 }
 
 // torchFaulty is the program faulty with torch.distributed. It stops its sidecar too, because a frozen
-// container has both.
+// container has both. If E2E_GROUP is set, only ranks 1 and 2 use gohvd, in a group of their own.
 const torchFaulty = `
 import datetime, os, signal, sys
 import torch, torch.distributed as dist
 import gohvd.torch.distributed
 
-rank = int(os.environ["RANK"])
+rank = int(os.environ.get("RANK") or os.environ["HOROVOD_RANK"])
 label = "" if "HVD_JOB_ID" in os.environ else f"[{rank}]<stdout>:"
 fault, victim = os.environ["GOHVD_E2E_FAULT"], str(rank) == os.environ["GOHVD_E2E_VICTIM"]
 
@@ -468,17 +481,29 @@ def happen():
     if fault.startswith("exit"):
         os._exit(int(fault[5:]))
 
+seconds = datetime.timedelta(seconds=float(os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"]))
+meeting = {}
+if "E2E_URL" in os.environ: # hvdrun has no store for torch if there are several hosts
+    meeting = {"init_method": os.environ["E2E_URL"], "rank": rank, "world_size": 3}
+part = "E2E_GROUP" in os.environ
+if part:
+    dist.init_process_group("gloo", **meeting)
+    if rank == 0:
+        signal.pause()
 say("begins")
 if victim and fault == "hung in Init":
     happen()
 try:
-    seconds = float(os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"])
-    dist.init_process_group("gohvd", timeout=datetime.timedelta(seconds=seconds))
+    if part:
+        group = dist.new_group([1, 2], backend="gohvd", timeout=seconds, use_local_synchronization=True)
+    else:
+        group = None
+        dist.init_process_group("gohvd", timeout=seconds, **meeting)
     step = 0
     while True:
         if victim and step == 20 and fault != "hung in Init":
             happen()
-        dist.all_reduce(torch.ones(1000))
+        dist.all_reduce(torch.ones(1000), group=group)
         if step == 20:
             say("ready")
         step += 1
@@ -501,6 +526,9 @@ func torchKind(t *testing.T, name string) *tableKind {
 	}
 	k := &tableKind{name: name, victims: []string{"rank 0", "rank 1", "rank 2"}, raised: 1, env: []string{
 		"PYTHONPATH=" + package_, "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1"}}
+	if strings.HasSuffix(name, "ranks 1 and 2") {
+		k.victims, k.first, k.env = k.victims[1:], 1, append(k.env, "E2E_GROUP=1")
+	}
 	byTorchrun := strings.HasSuffix(name, "torchrun")
 	if byTorchrun {
 		k.status, k.blamed = "1", blamedByRanks
@@ -511,7 +539,10 @@ func torchKind(t *testing.T, name string) *tableKind {
 		words := []string{python, "-m", "torch.distributed.run"}
 		switch {
 		case !byTorchrun:
-			hosts, command, _ = underHvdrun(python, script)(t, over)
+			if hosts, command, _ = underHvdrun(python, script)(t, over); over {
+				env = append(env, "E2E_URL=tcp://"+hosts[0].Addr.String()+":29500",
+					"GLOO_SOCKET_IFNAME="+testnet.HostInterface)
+			}
 		case !over:
 			command = slices.Concat(words, testnet.Standalone(t), []string{"--nproc_per_node=3", script})
 		default:
@@ -519,8 +550,12 @@ func torchKind(t *testing.T, name string) *tableKind {
 			words = append(words, "--nnodes=2", "--rdzv_backend=c10d",
 				"--rdzv_endpoint="+hosts[0].Addr.String()+":29500")
 			at := func(host, ranks int) string {
-				return strings.Join(slices.Concat(on(t, hosts[host]), words,
-					[]string{fmt.Sprint("--nproc_per_node=", ranks), script}), " ")
+				var quoted []string
+				for _, word := range slices.Concat(on(t, hosts[host]), words,
+					[]string{fmt.Sprint("--nproc_per_node=", ranks), script}) {
+					quoted = append(quoted, "'"+strings.ReplaceAll(word, "'", `'\''`)+"'")
+				}
+				return strings.Join(quoted, " ")
 			}
 			command = []string{"sh", "-c", fmt.Sprintf(
 				"set -m; %s & second=$!; %s; status=$?; kill -9 -- -$second; exit $status", at(1, 1), at(0, 2))}
