@@ -10,6 +10,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -81,6 +82,20 @@ func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) er
 	m.onClose(client.Close)
 	m.launcher = client
 	return nil
+}
+
+// DialLauncher connects to the store of hvdrun. If hvdrun has not started this process, it returns nil.
+func DialLauncher(ctx context.Context, set *config.Config) (*store.Client, error) {
+	m := Meeting{Settings: *set}
+	addr := m.launcherAddr()
+	if addr == "" {
+		return nil, nil
+	}
+	s, err := jobSecret(set)
+	if err != nil {
+		return nil, err
+	}
+	return store.Dial(ctx, addr, store.Config{Secret: s})
 }
 
 // askSecret sets the secret to that of the store at addr, which is on loopback.

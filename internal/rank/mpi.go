@@ -9,6 +9,8 @@ import (
 
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/ops/mpi"
 )
@@ -64,6 +66,44 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 	}
 	m.ID = &bootstrap.ByID{IDs: []bootstrap.ID{id}, Rank: world.Rank(), Size: world.Size()}
 	return m, nil
+}
+
+// enterMPI tells the other ranks, at the store of hvdrun, that this one is about to initialize MPI. MPI does
+// not say for which processes it waits. If the time limit of Init passes meanwhile, the function that
+// enterMPI returns adds the ranks that have not come so far to the error, and reports them to hvdrun. It must
+// be called with the result of JoinMPI.
+func enterMPI(ctx context.Context, cfg *config.Config, o *Options) (explain func(error) error) {
+	explain = func(err error) error { return err }
+	if !cfg.MPIController && !cfg.MPIOperations || o.MPIComm != nil || cfg.Size <= 1 {
+		return explain
+	}
+	kv, err := bootstrap.DialLauncher(ctx, cfg)
+	if err != nil || kv == nil {
+		return explain // without hvdrun, nothing can be said about the other ranks
+	}
+	key := func(rank int) string { return fmt.Sprintf("mpi/%d/%d", o.LastEpoch+1, rank) }
+	_ = kv.Set(ctx, key(cfg.Rank), nil) // without it, this rank is missing only if the store is lost
+	return func(err error) error {
+		defer kv.Close()
+		if err == nil || ctx.Err() == nil {
+			return err
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), verdictTimeout)
+		defer cancel()
+		late := &engine.PeerError{
+			Reason: fmt.Sprintf("it had not begun Init when the time limit of Init passed at rank %d", cfg.Rank)}
+		for r := range cfg.Size {
+			if came, err := kv.Check(ctx, key(r)); err == nil && !came {
+				late.Ranks = append(late.Ranks, r)
+			}
+		}
+		if late.Ranks == nil {
+			return err
+		}
+		reportVerdict(ctx, joblink.New(kv, cfg.Rank),
+			joblink.Verdict{Epoch: o.LastEpoch + 1, Starting: true}, late)
+		return fmt.Errorf("%w: %w", late, err)
+	}
 }
 
 // checkLauncher returns an error if the launcher has started another number of processes than MPI sees. It

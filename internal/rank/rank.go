@@ -269,7 +269,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 
 // meet opens the place where the ranks meet, and sets cfg to the settings that r has got there.
 func (r *Rank) meet(ctx context.Context, cfg *config.Config, o *Options) (err error) {
-	if r.mpi, err = JoinMPI(ctx, cfg, o.MPIComm, o.chosen(*cfg), o.Log); err != nil {
+	explain := enterMPI(ctx, cfg, o)
+	r.mpi, err = JoinMPI(ctx, cfg, o.MPIComm, o.chosen(*cfg), o.Log)
+	if err = explain(err); err != nil {
 		return err
 	}
 	if r.mpi != nil && r.mpi.ID != nil {
