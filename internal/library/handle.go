@@ -321,9 +321,7 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	first := func() int { return slices.IndexFunc(all, pending.ended) }
 	i := first()
 	if i < 0 && limit != 0 {
-		begun := beginWaitAny(all)
 		i = awaitAny(all, limit, first)
-		all[max(i, 0)].endWait(begun)
 	}
 	if i < 0 {
 		for _, p := range all {
@@ -337,21 +335,18 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	return i, nil
 }
 
-// beginWaitAny does what beginWait does, for a wait for one of several things. With a gate among them, the
-// caller is a thread that waits for results on behalf of the program, which goes on.
-func beginWaitAny(all []pending) time.Duration {
-	for _, p := range all {
-		if _, is := p.(*gate); is {
-			return 0
-		}
-	}
-	return all[0].beginWait()
-}
-
 // awaitAny waits until one of several things is done or the limit ends. It returns the result of first, which
 // is the index of one that is done, or -1.
-func awaitAny(all []pending, limit time.Duration, first func() int) int {
+//
+// With a gate among them, the caller is a thread that waits on behalf of the program, which goes on. So it
+// does not drive the engine, because the program may need the processor, and no timeline shows the wait.
+func awaitAny(all []pending, limit time.Duration, first func() int) (i int) {
 	quit := func() bool { return first() >= 0 }
+	hasGate := slices.ContainsFunc(all, func(p pending) bool { _, is := p.(*gate); return is })
+	if !hasGate {
+		begun := all[0].beginWait()
+		defer func() { all[max(i, 0)].endWait(begun) }()
+	}
 	var deadline time.Time
 	timer := make(<-chan time.Time)
 	if limit >= 0 {
@@ -361,7 +356,13 @@ func awaitAny(all []pending, limit time.Duration, first func() int) int {
 		driveAny(r, all, deadline, quit)
 		return first()
 	}
-	all[0].drive(deadline, quit)
+	if hasGate {
+		for _, p := range all {
+			p.notify()
+		}
+	} else {
+		all[0].drive(deadline, quit)
+	}
 	if i := first(); i >= 0 {
 		return i
 	}

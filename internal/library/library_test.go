@@ -192,7 +192,6 @@ func work(t *testing.T, l *Library, r, g, n int) {
 	}
 }
 
-// TestHandles checks the handles of a slot that was used 2^32 times, and errors about handles.
 // TestFinish checks that Finish uses up the handles of what has succeeded, and only these.
 func TestFinish(t *testing.T) {
 	l := New(nil, goMemory)
@@ -223,6 +222,7 @@ func TestFinish(t *testing.T) {
 	}
 }
 
+// TestHandles checks the handles of a slot that was used 2^32 times, and errors about handles.
 func TestHandles(t *testing.T) {
 	l := New(nil, goMemory)
 	l.handles.slots, l.handles.free = []slot{{generation: math.MaxUint32}}, []uint32{0}
@@ -260,4 +260,33 @@ func TestReleasedGate(t *testing.T) {
 			t.Errorf("got %v, want an error about the handle", err)
 		}
 	})
+}
+
+// driven is a pending that counts how often a wait drives the engine, and how often one notifies it.
+type driven struct {
+	task
+	drives, notifications int
+}
+
+func (d *driven) drive(time.Time, func() bool) { d.drives++ }
+
+func (d *driven) notify() { d.notifications++ }
+
+// TestWaitWithGate checks that a wait for a gate leaves it to the engine to make progress, and that any other
+// wait drives the engine.
+func TestWaitWithGate(t *testing.T) {
+	l := New(nil, goMemory)
+	for _, hasGate := range []bool{false, true} {
+		d := new(driven)
+		handles := []Handle{l.handles.add(d)}
+		if hasGate {
+			handles = append(handles, l.NewGate())
+		}
+		if _, err := l.WaitAny(handles, time.Millisecond); !errors.Is(err, ErrPending) {
+			t.Errorf("got %v, want ErrPending", err)
+		}
+		if (d.drives == 0) != hasGate || d.notifications == 0 {
+			t.Errorf("gate %v: the wait drove %d times and notified %d times", hasGate, d.drives, d.notifications)
+		}
+	}
 }

@@ -146,10 +146,10 @@ func driveAny(r rank.Remote, all []pending, deadline time.Time, quit func() bool
 	}
 	defer cancel()
 	for _, p := range all {
-		if t, is := p.(*task); is { // r does not notice its end
+		if _, is := p.(*call); !is { // r does not notice its end
 			go func() {
 				select {
-				case <-t.done():
+				case <-p.done():
 					cancel()
 				case <-ctx.Done():
 				}
