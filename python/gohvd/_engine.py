@@ -19,7 +19,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _exit, _library
@@ -146,8 +146,11 @@ class Operation:
     """Whether the name that the ranks compare does not begin with the kind. Then ranks that call different operations
     with the same name get a mismatch error.
     """
+    overwrites: bool = field(init=False)
+    """Whether the operation has one tensor, and its result may overwrite the tensor and tells nothing else."""
 
     def __post_init__(self) -> None:
+        self.overwrites = self.kind in _OVERWRITING and not self.grouped
         if self.reduction not in _IN_LIBRARY:
             raise ValueError(f"got op {self.reduction!r}, want Average, Sum, Adasum, Min, Max, Product or AverageActive")
 
@@ -274,7 +277,8 @@ class Call(Generic[A]):
 
     def wait(self) -> Any:
         """Waits until the operation is done and returns its result. Later calls return the same result."""
-        self.settle()
+        if self.slot is not None:
+            self.settle()
         if self.take is None and self.completion is None and self.error is None:
             return self.outputs[0]
         return self.results()[0] if self.take is None else self.take(self)
@@ -695,17 +699,18 @@ class Engine:
             _library.reap()
         # Most operations of a training step differ from earlier ones at most in the addresses.
         slot, completion = None, None
-        if op.kind in _OVERWRITING and outputs is None and not op.grouped and (target is x or target is None):
+        if op.overwrites and outputs is None and (target is None or target is x):
             address = fw.plain(x)
             if address:
+                shape = x.shape
                 try:
-                    slot = self._slots[op, name, process_set, x.shape, x.dtype].pop()
+                    slot = self._slots[op, name, process_set, shape, x.dtype].pop()
                 except LookupError:
                     pass
         if slot is None:
             slot, results, completion = self._prepare(fw, op, name, process_set, x, target, outputs)
         elif target is None and slot.outputs:
-            made = fw.empty(x.shape, x)
+            made = fw.empty(shape, x)
             words = slot.words
             words[_INPUT], words[_OUTPUT], slot.address = address, fw.address(made), 0
             slot.arrays, results = (x, made), (made,)
@@ -737,8 +742,9 @@ class Engine:
     @staticmethod
     def _run(call: Call[Any], slot: Slot) -> Any:
         """Runs the operation of a new call, and returns its result."""
-        result = None if call.completion is None else call.completion.result
-        status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, None if result is None else ctypes.addressof(result))
+        completion = call.completion
+        into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
+        status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
         if status == SUCCESS:
             call.slot = slot.arrays = None
             slot.home.append(slot)
@@ -785,7 +791,7 @@ class Engine:
                     device, in_memory = -1, True
                 else:
                     stream = fw.stream(device)
-        if op.kind in _OVERWRITING and len(arrays) == 1 and outputs is None and device < 0:
+        if op.overwrites and outputs is None and device < 0:
             key: tuple[Any, ...] = op, name, process_set, shapes[0], arrays[0].dtype
         else:
             key = op, name, process_set, shapes, tuple([x.dtype for x in arrays]), outputs, device

@@ -8,6 +8,7 @@ in flight.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -155,8 +156,9 @@ class Calls:
         """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
         and target are Parts, except that a barrier has none.
         """
-        self._check_valid(what)
-        how = operation(kind, reduce_op, 1.0, 1.0, root, splits, 0, 0, False, self._seconds(opts), True)
+        if self._why_invalid:
+            self._check_valid(what)
+        how = _how(kind, reduce_op, root, splits, getattr(opts, "timeout", None), self._timeout)
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._free_name()
@@ -172,8 +174,9 @@ class Calls:
     ) -> tuple[int, Call]:  # fmt: skip
         """Does as _begin does, and waits until the operation is done. It crosses into the library once instead of twice.
         """
-        self._check_valid(what)
-        how = operation(kind, reduce_op, 1.0, 1.0, root, (), 0, 0, False, self._seconds(opts), True)
+        if self._why_invalid:
+            self._check_valid(what)
+        how = _how(kind, reduce_op, root, (), getattr(opts, "timeout", None), self._timeout)
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._free_name()
@@ -216,10 +219,6 @@ class Calls:
         if self._why_invalid:
             raise RuntimeError(f"torch.distributed.{what}: process group {self._label} {self._why_invalid}")
 
-    def _seconds(self, opts: Any) -> float:
-        timeout = getattr(opts, "timeout", None)
-        return (timeout if timeout is not None and timeout > _NO_TIMEOUT else self._timeout).total_seconds()
-
     def _work(self, operation: Operation, source: Callable[[], int] | None = None) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(operation)
@@ -227,24 +226,18 @@ class Calls:
         return Work(operation, source)
 
     def _one(
-        self,
-        what: str,
-        kind: int,
-        source: Parts,
-        target: Parts | None,
-        result: Any,
-        opts: Any,
-        **kw: Any,
-    ) -> dist.Work:
+        self, what: str, kind: int, source: Parts, target: Parts | None, result: Any, opts: Any,
+        reduce_op: int = _engine.Sum, root: int = 0,
+    ) -> dist.Work:  # fmt: skip
         """Begins an operation with one input and at most one output, and returns its work. If torch waits for the
         operation anyway, it waits here, which saves most of the work.
         """
         if self._coalesced is None and not getattr(opts, "asyncOp", True):
-            number, call = self._run(what, kind, source, opts, target, **kw)
+            number, call = self._run(what, kind, source, opts, target, reduce_op, root)
             if call.error is None:
                 return DONE
         else:
-            number, call = self._begin(what, kind, source, opts, target, **kw)
+            number, call = self._begin(what, kind, source, opts, target, reduce_op, root)
         return self._work(self._operation(what, number, [call], result))
 
     def _root(self, opts: Any) -> int:
@@ -272,7 +265,7 @@ class Calls:
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
         parts = Parts((flat,), (flat.numel(),))
-        return self._one("all_reduce", ALLREDUCE, parts, parts, given, opts, reduce_op=op)
+        return self._one("all_reduce", ALLREDUCE, parts, parts, given, opts, op)
 
     def _allreduce_sparse(self, t: Tensor, opts: Any) -> dist.Work:
         """Adds sparse tensors: it gathers the indices and the values of all ranks, in two calls of the group."""
@@ -538,7 +531,7 @@ class Calls:
         if isinstance(timeout, timedelta) or timeout is None:
             limit = self._timeout if timeout is None else timeout
         else:
-            limit = timedelta(seconds=self._seconds(timeout))
+            limit = _limit(getattr(timeout, "timeout", None), self._timeout)
         self._barriers += 1
         prefix = f"gohvd/monitored barrier {self._barriers}"
         self._store.add(f"{prefix}/{self._rank}", 1)
@@ -682,11 +675,23 @@ def _shared(options: Any) -> bool:
     return group is not None and (bool(group._device_types) or group.name() != "custom")
 
 
+def _limit(timeout: timedelta | None, default: timedelta) -> timedelta:
+    """Returns the timeout of a call: that of its options, or that of its group."""
+    return timeout if timeout is not None and timeout > _NO_TIMEOUT else default
+
+
+@functools.lru_cache(maxsize=4096)
+def _how(
+    kind: int, reduce_op: int, root: int, splits: tuple[int, ...], timeout: timedelta | None, default: timedelta
+) -> _engine.Operation:
+    """Returns what a call does. The timeouts are those of _limit."""
+    seconds = _limit(timeout, default).total_seconds()
+    return operation(kind, reduce_op, root=root, splits=splits, timeout=seconds, any_kind=True)
 
 
 def _options(opts: Any, kind: Any) -> Any:
     """Returns the options of a call. A program that calls the group itself may pass none, or a ReduceOp."""
-    if hasattr(opts, "timeout"):
+    if isinstance(opts, kind) or hasattr(opts, "timeout"):
         return opts
     made = kind()
     if opts is not None:

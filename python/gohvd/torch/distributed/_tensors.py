@@ -42,7 +42,8 @@ class _Lists(_Torch):
         return arrays, None if target is None else arrays if target is x else [target]
 
     def plain(self, x: Any) -> int:
-        return super().plain(x.tensors[0]) if len(x.tensors) == 1 else 0
+        tensors = x.tensors
+        return _Torch.plain(self, tensors[0]) if len(tensors) == 1 else 0
 
     def address(self, x: Any) -> int:
         if isinstance(x, Parts):
@@ -80,16 +81,24 @@ def _pieces(staged: Tensor, parts: Parts) -> Sequence[Tensor]:
 
 LISTS = _Lists()
 
-_OPS = {
+
+def _by_hash(numbers: dict[Any, int]) -> dict[int, tuple[str, int]]:
+    """Returns the names and the numbers of reductions. torch returns each ReduceOp as a new object, which has the hash of
+    its kind. It takes much longer to compare it with others.
+    """
+    return {hash(op): (op.name, number) for op, number in numbers.items()}
+
+
+_OPS = _by_hash({
     dist.ReduceOp.SUM: _engine.Sum, dist.ReduceOp.AVG: _engine.Average, dist.ReduceOp.PRODUCT: _engine.Product,
     dist.ReduceOp.MIN: _engine.Min, dist.ReduceOp.MAX: _engine.Max,
-}  # fmt: skip
+})  # fmt: skip
 # A reduction of bools is the reduction of the numbers 0 and 1, where all numbers except 0 are true.
-_OPS_OF_BOOLS = {
+_OPS_OF_BOOLS = _by_hash({
     dist.ReduceOp.SUM: _engine.Max, dist.ReduceOp.PRODUCT: _engine.Min, dist.ReduceOp.MIN: _engine.Min,
     dist.ReduceOp.MAX: _engine.Max,
-}  # fmt: skip
-_OPS_OF_COMPLEX = {op: _OPS[op] for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
+})  # fmt: skip
+_OPS_OF_COMPLEX = _by_hash({dist.ReduceOp.SUM: _engine.Sum, dist.ReduceOp.AVG: _engine.Average})
 
 
 def reduction(op: Any, t: Tensor) -> tuple[int, Tensor]:
@@ -98,11 +107,12 @@ def reduction(op: Any, t: Tensor) -> tuple[int, Tensor]:
     """
     dtype = t.dtype
     known = _OPS_OF_BOOLS if dtype is torch.bool else _OPS_OF_COMPLEX if dtype.is_complex else _OPS
-    kind = getattr(op, "op", op)
-    number = known.get(kind)
-    if number is None:
-        name, wanted = getattr(kind, "name", kind), ", ".join([f"ReduceOp.{k.name}" for k in known])
+    found = known.get(hash(op))
+    if found is None:
+        kind = getattr(op, "op", op)
+        name, wanted = getattr(kind, "name", kind), ", ".join([f"ReduceOp.{name}" for name, _ in known.values()])
         raise ValueError(f"ReduceOp.{name} of {dtype} tensors is not supported: want one of {wanted}")
+    number = found[1]
     if dtype in _DTYPES:
         return number, t
     if dtype.is_complex:
@@ -114,7 +124,7 @@ def dense(tensors: Sequence[Tensor], want: int = 0) -> list[Tensor]:
     """Returns the tensors as a list. Raises TypeError or ValueError unless they are dense tensors of one type on one
     device, and there are as many as wanted, or any number from 1 if want is 0.
     """
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = list(tensors) if type(tensors) is list or not isinstance(tensors, Tensor) else [tensors]
     if want and len(given) != want or not given:
         raise ValueError(f"got {len(given)} tensors, want {want or 'at least 1'}")
     first = given[0]
