@@ -59,6 +59,9 @@ type Job struct {
 // a row without a commit though the ranks do not become fewer. When train has returned nil, the process is
 // still a rank; hvd.Shutdown leaves the job.
 //
+// In a process that is started while others train, Run joins them at their next commit. So make the model
+// before Run, and do not call hvd.Init before Run: the others would wait while the model is made.
+//
 // While Run runs in an elastic job, SIGTERM does not end the process: it leaves the job at the next commit,
 // and Run returns ErrRemoved. A handler of the program for SIGTERM gets the signal too, and should not make
 // the training fail.

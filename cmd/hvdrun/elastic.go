@@ -229,9 +229,15 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 		})
 	})
 	go func() {
-		_ = members.Listen(ctx, func(event joblink.MemberEvent) bool { // fails only if kv is closed
-			return put(func(m *elastic.Machine, now time.Time) elastic.Output {
+		// It fails only if kv is closed.
+		_ = members.Listen(ctx, func(event joblink.MemberEvent) (a joblink.Answer) {
+			a.Over = put(func(m *elastic.Machine, now time.Time) elastic.Output {
 				switch event.Kind {
+				case joblink.Building:
+					a.Later = m.HasRoster()
+					if !a.Later {
+						return m.Ready(now, event.Member)
+					}
 				case joblink.Ready:
 					return m.Ready(now, event.Member)
 				case joblink.Synced:
@@ -243,6 +249,7 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 				}
 				return elastic.Output{}
 			})
+			return a
 		})
 	}()
 }

@@ -246,7 +246,9 @@ typedef struct hvd_init_options {
 
 /* hvd_init joins this process to its job and waits until all ranks have joined. It reads the environment as it is
  * now: hvdrun or another launcher has set it. Without a launcher, the job has one rank. options may be NULL. In a
- * job, hvd_init does nothing. After hvd_shutdown, it joins the next epoch of the job. */
+ * job, hvd_init does nothing. After hvd_shutdown, it joins the next epoch of the job. In a new process of an elastic job
+ * that trains already, it does not wait: hvd_epoch is 0, the other facts are those to expect, and there are no operations
+ * before hvd_elastic_join has made the process a rank. */
 hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle);
 
 /* hvd_shutdown takes this rank out of the job, and waits for the operations that it has submitted. reason may be
@@ -377,7 +379,9 @@ hvd_status_t hvd_elastic(hvd_elastic_t *elastic);
  * state for which there was no vote. Then all ranks get the state of the first rank that has one. */
 #define HVD_LOOSE 1u
 
-/* hvd_elastic_join agrees with the other ranks, after hvd_init, on the state with which they go on. */
+/* hvd_elastic_join agrees with the other ranks, after hvd_init, on the state with which they go on. In a new process of a
+ * job that trains already, it first waits until the others commit, and makes the process a rank. So the program should
+ * make its model before, and read the facts about its rank again afterwards. */
 hvd_status_t hvd_elastic_join(uint32_t flags, hvd_handle_t *handle);
 
 /* hvd_elastic_synced tells that this rank has done what hvd_elastic says. Its state is its last commit now. */

@@ -34,6 +34,9 @@ var ErrOver = errors.New("the launcher ends the job")
 type EventKind string
 
 const (
+	// Building says that the process has called Init, and that its program makes the model afterwards. If
+	// there is no roster yet, it is the same as Ready.
+	Building EventKind = "building"
 	// Ready says that the process can become a rank.
 	Ready EventKind = "ready"
 	// Synced says that all ranks of the generation have the state of the training.
@@ -58,10 +61,12 @@ type MemberEvent struct {
 	Number uint64 `json:"number"`
 }
 
-// answer is what the launcher answers to the event with the given number.
-type answer struct {
-	Number uint64 `json:"number"`
+// Answer is what the launcher answers to an event.
+type Answer struct {
+	Number uint64 `json:"number"`         // of the event; Listen sets it
 	Over   bool   `json:"over,omitempty"` // the launcher ends the job
+	// Later belongs to Building: there are ranks already, so the process becomes one only after it is ready.
+	Later bool `json:"later,omitempty"`
 }
 
 // Member is the connection of a process of an elastic job to its launcher.
@@ -97,31 +102,31 @@ func (m *Member) Roster(ctx context.Context, after uint64) (*elastic.Roster, err
 
 // Tell tells the launcher an event, and returns when the launcher has handled it. So a process that ends
 // after Done does not seem to have failed.
-func (m *Member) Tell(ctx context.Context, e MemberEvent) error {
+func (m *Member) Tell(ctx context.Context, e MemberEvent) (a Answer, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.told++
 	e.Member, e.Number = m.me, m.told
 	text, err := json.Marshal(e)
 	if err != nil {
-		return err
+		return a, err
 	}
 	if err := m.kv.Push(ctx, keyMembers, text); err != nil {
-		return fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, err)
+		return a, fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, err)
 	}
 	var heard []byte
 	for {
-		var a answer
+		a = Answer{}
 		if heard, err = m.kv.Watch(ctx, keyHeard+m.me.Text(), heard); err == nil {
 			err = json.Unmarshal(heard, &a)
 		}
 		switch {
 		case err != nil:
-			return fmt.Errorf("joblink: %v: waiting until the launcher has handled %q: %w", m.me, e.Kind, err)
+			return a, fmt.Errorf("joblink: %v: waiting until the launcher has handled %q: %w", m.me, e.Kind, err)
 		case a.Number == e.Number && a.Over:
-			return fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, ErrOver)
+			return a, fmt.Errorf("joblink: %v: telling the launcher %q: %w", m.me, e.Kind, ErrOver)
 		case a.Number == e.Number:
-			return nil
+			return a, nil
 		}
 	}
 }
@@ -171,9 +176,9 @@ func (m *Members) Publish(r *elastic.Roster) error {
 	return err
 }
 
-// Listen calls handle with each event of the processes, until ctx ends. Then it returns nil. handle reports
-// whether the job is over.
-func (m *Members) Listen(ctx context.Context, handle func(MemberEvent) (over bool)) error {
+// Listen calls handle with each event of the processes, and sends the process the answer, until ctx ends.
+// Then it returns nil.
+func (m *Members) Listen(ctx context.Context, handle func(MemberEvent) Answer) error {
 	for {
 		text, err := m.kv.Pop(ctx, keyMembers)
 		if err != nil {
@@ -183,7 +188,9 @@ func (m *Members) Listen(ctx context.Context, handle func(MemberEvent) (over boo
 		if err != nil {
 			continue
 		}
-		if text, err = json.Marshal(answer{e.Number, handle(e)}); err != nil {
+		a := handle(e)
+		a.Number = e.Number
+		if text, err = json.Marshal(a); err != nil {
 			return err
 		}
 		err = m.kv.Set(ctx, keyHeard+e.Member.Text(), text)

@@ -22,17 +22,18 @@ func TestMember(t *testing.T) {
 	var heard []MemberEvent
 	ended := make(chan error)
 	go func() {
-		ended <- members.Listen(ctx, func(e MemberEvent) bool {
+		ended <- members.Listen(ctx, func(e MemberEvent) Answer {
 			heard = append(heard, e)
-			return e.Kind == Done
+			return Answer{Over: e.Kind == Done, Later: e.Kind == Building}
 		})
 	}()
-	events := []MemberEvent{{Kind: Ready}, {Kind: Synced, Generation: 4}, {Kind: Leave, Why: "SIGTERM"},
-		{Kind: Done}}
+	events := []MemberEvent{{Kind: Building}, {Kind: Ready}, {Kind: Synced, Generation: 4},
+		{Kind: Leave, Why: "SIGTERM"}, {Kind: Done}}
 	for i, e := range events {
-		err := m.Tell(ctx, e)
-		if over := e.Kind == Done; errors.Is(err, ErrOver) != over || err != nil && !over {
-			t.Fatalf("event %q: got error %v", e.Kind, err)
+		a, err := m.Tell(ctx, e)
+		if over := e.Kind == Done; errors.Is(err, ErrOver) != over || err != nil && !over ||
+			a.Later != (e.Kind == Building) {
+			t.Fatalf("event %q: got %+v and error %v", e.Kind, a, err)
 		}
 		events[i].Member, events[i].Number = me, uint64(i+1)
 		// Tell returns only when the launcher has handled the event.

@@ -61,7 +61,7 @@ func (l *Library) Progress() Progress {
 	t.mu.Unlock()
 	if m := rank.ProcessMembership(); m != nil {
 		p.Generation = m.Generation()
-		if m.Pending() != nil {
+		if p.Generation > 0 && m.Pending() != nil {
 			p.Pending = m.Pending().Change
 		}
 	}
@@ -75,30 +75,78 @@ func (t *training) note(change func(*Progress)) {
 	change(&t.progress)
 }
 
-// startTraining starts f, which uses the commits of this process.
-func (l *Library) startTraining(op string, f func(t *training, c collectives) error) Handle {
-	return l.start(func(*Result) error {
-		r, err := l.current(op)
-		if err != nil {
-			return err
-		}
-		if !l.training.using.TryLock() {
-			return errInProgress(op)
-		}
-		defer l.training.using.Unlock()
-		return f(&l.training, collectives{l, r})
-	})
+// newcomer is this process before it becomes a rank of an elastic job that trains already.
+type newcomer struct {
+	options InitOptions
+	rank    rank.Rank // only with the expected place
+	ctx     context.Context
+	cancel  context.CancelFunc
 }
 
-// JoinTraining agrees with the other ranks on the commit with which they go on (commits.Job.Join).
-func (l *Library) JoinTraining(loose bool) Handle {
-	return l.startTraining("elastic join", func(t *training, c collectives) error {
-		t.takeNotice()
-		plan, err := t.commits.Join(context.Background(), c, loose)
-		if err == nil {
-			t.note(func(p *Progress) { p.Plan, p.Changes = plan, 0 })
-		}
+// expect makes this process a newcomer. The caller holds l.changing.
+func (l *Library) expect(o *InitOptions) error {
+	ctx, cancel := context.WithCancel(context.Background())
+	place, err := l.training.member.Expected(ctx)
+	if err != nil {
+		cancel()
 		return err
+	}
+	n := &newcomer{options: *o, rank: rank.Rank{Place: place}, ctx: ctx, cancel: cancel}
+	n.options.Sets = nil // the other ranks have none any more
+	l.newcomer.Store(n)
+	return nil
+}
+
+// enter makes a newcomer a rank when the other ranks commit. Shutdown ends the wait.
+func (l *Library) enter() error {
+	l.changing.Lock()
+	defer l.changing.Unlock()
+	n := l.newcomer.Load()
+	if n == nil {
+		return nil
+	}
+	err := l.join(n.ctx, &n.options, false)
+	if err == nil {
+		l.newcomer.Store(nil)
+		n.cancel()
+	}
+	return err
+}
+
+// startTraining starts f, which uses the commits of this process.
+func (l *Library) startTraining(op string, f func(t *training, c collectives) error) Handle {
+	return l.start(func(*Result) error { return l.train(op, f) })
+}
+
+func (l *Library) train(op string, f func(t *training, c collectives) error) error {
+	r, err := l.current(op)
+	if err != nil {
+		return err
+	}
+	if !l.training.using.TryLock() {
+		return errInProgress(op)
+	}
+	defer l.training.using.Unlock()
+	return f(&l.training, collectives{l, r})
+}
+
+// JoinTraining agrees with the other ranks on the commit with which they go on (commits.Job.Join). A newcomer
+// becomes a rank first.
+func (l *Library) JoinTraining(loose bool) Handle {
+	return l.start(func(*Result) error {
+		if l.Rank() != nil {
+			l.training.takeNotice()
+		}
+		if err := l.enter(); err != nil {
+			return err
+		}
+		return l.train("elastic join", func(t *training, c collectives) error {
+			plan, err := t.commits.Join(context.Background(), c, loose)
+			if err == nil {
+				t.note(func(p *Progress) { p.Plan, p.Changes = plan, 0 })
+			}
+			return err
+		})
 	})
 }
 
@@ -158,6 +206,12 @@ func errInProgress(op string) error {
 // EndTraining tells how the training has ended. After Changed and Failed the program leaves the job and joins
 // it again, unless there is an error.
 func (l *Library) EndTraining(o Outcome) Handle {
+	if l.newcomer.Load() != nil {
+		return l.start(func(*Result) error { // the training has not begun
+			l.training.stopNotice()
+			return nil
+		})
+	}
 	return l.startTraining("elastic end", func(t *training, c collectives) error {
 		err := t.end(o, c)
 		if err == nil && (o == Changed || o == Failed) {

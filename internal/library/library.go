@@ -42,6 +42,9 @@ type Library struct {
 	calls      freeCalls
 	// running is the rank of this process in its job. It is nil outside of a job.
 	running atomic.Pointer[rank.Rank]
+	// newcomer is set, and running is nil, from an Init in an elastic job that trains already until
+	// JoinTraining makes this process a rank.
+	newcomer atomic.Pointer[newcomer]
 	// changing is held by a call that joins or leaves a job.
 	changing sync.Mutex
 	// Only the holder of changing may use met and last.
@@ -75,12 +78,13 @@ func (o *InitOptions) rank() rank.Options {
 	return rank.Options{Settings: o.Settings, Sets: o.Sets, MPIComm: o.MPIComm}
 }
 
-// Init joins this process to its job, and waits until all ranks have joined. In a job it does nothing.
+// Init joins this process to its job, and waits until all ranks have joined. In a job it does nothing. In an
+// elastic job that trains already, it does not wait, and JoinTraining makes this process a rank.
 func (l *Library) Init(o InitOptions) Handle {
 	return l.start(func(*Result) error {
 		l.changing.Lock()
 		defer l.changing.Unlock()
-		if l.running.Load() != nil {
+		if l.Rank() != nil {
 			return nil
 		}
 		c, err := l.sidecars.open("init", o.Settings)
@@ -94,20 +98,29 @@ func (l *Library) Init(o InitOptions) Handle {
 			}
 			return err
 		}
-		options := o.rank()
-		options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
-		options.HasHandler, options.Member = hasHandler, &l.training.member
-		r := new(rank.Rank)
-		if err := r.Start(context.Background(), options); err != nil {
-			removed := errors.Is(err, rank.ErrRemoved)
-			l.training.note(func(p *Progress) { p.Removed = removed })
-			l.training.stopNotice()
-			return err
+		err = l.join(context.Background(), &o, true)
+		if errors.Is(err, rank.ErrBuilding) {
+			return l.expect(&o)
 		}
-		l.last = r.Epoch
-		l.running.Store(r)
-		return nil
+		return err
 	})
+}
+
+// join joins this process to its job. The caller holds l.changing.
+func (l *Library) join(ctx context.Context, o *InitOptions, building bool) error {
+	options := o.rank()
+	options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
+	options.HasHandler, options.Member, options.Building = hasHandler, &l.training.member, building
+	r := new(rank.Rank)
+	if err := r.Start(ctx, options); err != nil {
+		removed := errors.Is(err, rank.ErrRemoved)
+		l.training.note(func(p *Progress) { p.Removed = removed })
+		l.training.stopNotice()
+		return err
+	}
+	l.last = r.Epoch
+	l.running.Store(r)
+	return nil
 }
 
 // hasHandler reports whether this process has a handler for a signal. The Go runtime of a library installs
@@ -136,6 +149,9 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		if r := l.running.Load(); r != nil && failed {
 			err = r.Fail(why)
 		}
+		if n := l.newcomer.Swap(nil); n != nil {
+			n.cancel()
+		}
 		l.changing.Lock()
 		defer l.changing.Unlock()
 		r := l.running.Load()
@@ -157,16 +173,30 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 	})
 }
 
-// Rank returns the rank of this process, or nil outside of a job.
-func (l *Library) Rank() *rank.Rank { return l.running.Load() }
+// Rank returns the rank of this process, or nil outside of a job. If this process is to become a rank only
+// when it joins the training, the result has only the place that it expects.
+func (l *Library) Rank() *rank.Rank {
+	if n := l.newcomer.Load(); n != nil {
+		return &n.rank
+	}
+	return l.running.Load()
+}
 
 // current returns the rank of this process. Outside of a job it returns an error that names the function op.
 func (l *Library) current(op string) (*rank.Rank, error) {
 	r := l.running.Load()
 	if r == nil {
-		return nil, &engine.UsageError{Op: op, Err: rank.ErrNotInitialized}
+		return nil, &engine.UsageError{Op: op, Err: l.absence()}
 	}
 	return r, nil
+}
+
+// absence returns why this process is not a rank.
+func (l *Library) absence() error {
+	if l.newcomer.Load() != nil {
+		return rank.ErrBuilding
+	}
+	return rank.ErrNotInitialized
 }
 
 // Check returns why the job is over, or nil while it runs.

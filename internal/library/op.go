@@ -75,7 +75,7 @@ func (l *Library) begin(o *Op) (*call, error) {
 	}
 	r := l.running.Load()
 	if r == nil {
-		return nil, described.Misuse("%w", rank.ErrNotInitialized)
+		return nil, described.Misuse("%w", l.absence())
 	}
 	c := l.calls.take()
 	if c == nil {

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -65,6 +67,19 @@ func TestElasticTorchNotice(t *testing.T) {
 	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "leave")
 	ends(t, cmd, map[string]int{`:done after 2\n`: 2, `has been removed from elastic job\n`: 1,
 		`hvdrun: generation 2: 2 ranks: rank 1 \([^)]*\) leaves: SIGTERM\n`: 1, `hvdrun: generation 3`: 0})
+}
+
+// TestElasticTorchBuilding kills a rank. The others train while the new process makes its model, which ends
+// only when they have made 300 steps.
+func TestElasticTorchBuilding(t *testing.T) {
+	t.Parallel()
+	folder := t.TempDir()
+	if err := unix.Mkfifo(filepath.Join(folder, "pipe"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "build", folder)
+	ends(t, cmd, map[string]int{`:goes on after 300 steps\n`: 1, `:done True\n`: 3,
+		`hvdrun: generation 3: 3 ranks: new: `: 1, `hvdrun: generation 4`: 0})
 }
 
 // TestElasticTorchErrors has errors that are not the failure of ranks. They leave the wrapper. The job goes

@@ -22,11 +22,16 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
 
 // ErrRemoved is returned by Start if this process was a rank of an elastic job and is none any more.
 var ErrRemoved = errors.New("the launcher has removed this process from the elastic job")
+
+// ErrBuilding is returned by Start with Options.Building if the job trains without this process.
+var ErrBuilding = errors.New("this process is not a rank of the elastic job yet: it becomes one when the training begins " +
+	"in it (hvd.elastic.run, hvd_elastic_join), and has no operations before")
 
 // errSuperseded ends an attempt to join a generation of an elastic job when there is a later one.
 var errSuperseded = errors.New("the launcher has changed the ranks meanwhile")
@@ -49,12 +54,13 @@ type Membership struct {
 
 	mu     sync.Mutex
 	joined uint64          // the generation of the newest Start
+	ranked bool            // a Start has succeeded
 	newest *elastic.Roster // the newest roster, or nil
 	news   chan struct{}   // closed when newest changes
 	lost   error
 }
 
-// openMembership connects to the launcher and tells it that this process is ready.
+// openMembership connects to the launcher.
 func openMembership(ctx context.Context, cfg *config.Config) (*Membership, error) {
 	me, err := elastic.ParseMember(cfg.Member)
 	if err != nil {
@@ -71,9 +77,6 @@ func openMembership(ctx context.Context, cfg *config.Config) (*Membership, error
 	}
 	m := &Membership{me: me, client: client, link: joblink.NewMember(client, me), ended: make(chan struct{}),
 		news: make(chan struct{})}
-	if err := m.link.Tell(ctx, joblink.MemberEvent{Kind: joblink.Ready}); err != nil {
-		return nil, errors.Join(err, client.Close())
-	}
 	following, cancel := context.WithCancel(context.Background())
 	m.cancel = cancel
 	go m.follow(following)
@@ -127,7 +130,33 @@ func (m *Membership) Generation() uint64 {
 
 // Tell tells the launcher an event.
 func (m *Membership) Tell(ctx context.Context, e joblink.MemberEvent) error {
-	return m.link.Tell(ctx, e)
+	_, err := m.link.Tell(ctx, e)
+	return err
+}
+
+// checkIn tells the launcher that this process can become a rank or, if building is set, that it can when its
+// program has made the model. Then checkIn returns ErrBuilding if there are ranks already.
+func (m *Membership) checkIn(ctx context.Context, building bool) error {
+	kind := joblink.Ready
+	if building {
+		kind = joblink.Building
+	}
+	a, err := m.link.Tell(ctx, joblink.MemberEvent{Kind: kind})
+	if err == nil && a.Later {
+		return ErrBuilding
+	}
+	return err
+}
+
+// Expected returns the place that this process will have if it becomes a rank now. There must be ranks
+// already.
+func (m *Membership) Expected(ctx context.Context) (topo.Topology, error) {
+	r, err := m.link.Roster(ctx, 0)
+	if err != nil {
+		return topo.Topology{}, err
+	}
+	next := elastic.Roster{Members: append(r.Members, m.me)}
+	return next.Topology()[len(r.Members)], nil
 }
 
 // LeaveOnSIGTERM makes this process leave its elastic job if it gets SIGTERM, until stop is called. The other
@@ -239,6 +268,11 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 	if err != nil {
 		return err
 	}
+	if m.Generation() == 0 {
+		if err := m.checkIn(ctx, o.Building); err != nil {
+			return err
+		}
+	}
 	for {
 		// The launcher ends the job if it pauses for longer than ElasticTimeout. The wait of a process that
 		// was never a rank has no limit, because it may wait as a spare.
@@ -255,6 +289,9 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 		o.Log.Debug("init: joining the ranks of an elastic job", zap.Uint64("generation", roster.Generation))
 		r.member, r.generation = m, roster.Generation
 		err = r.tryMember(ctx, m.at(cfg, roster), o)
+		if err == nil {
+			m.ranked = true
+		}
 		if err == nil || !isOfOthers(err) || ctx.Err() != nil {
 			return err
 		}
@@ -291,9 +328,20 @@ func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config
 	return cfg
 }
 
+// limit gives ctx the time limit within which all ranks of a generation must have met. A process that was
+// never a rank has none: the others train until they commit, and when they meet, they wait for it with a
+// limit.
+func (m *Membership) limit(ctx context.Context, cfg *config.Config, generation uint64) (context.Context,
+	context.CancelFunc) {
+	if !m.ranked && generation > 1 {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, cfg.StartTimeout)
+}
+
 // tryMember joins r to one generation.
 func (r *Rank) tryMember(ctx context.Context, cfg config.Config, o *Options) error {
-	ctx, stop := context.WithTimeout(ctx, cfg.StartTimeout)
+	ctx, stop := r.member.limit(ctx, &cfg, r.generation)
 	defer stop()
 	ctx, cancel := r.member.until(ctx, r.generation)
 	defer cancel()

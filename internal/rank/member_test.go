@@ -31,6 +31,23 @@ func TestRosterThatDoesNotCome(t *testing.T) {
 	})
 }
 
+// A new rank of a job that trains waits for the others without a limit, because they may commit seldom.
+func TestNewRankWaits(t *testing.T) {
+	cfg := config.Config{StartTimeout: time.Second}
+	for _, c := range []struct {
+		ranked     bool
+		generation uint64
+		want       bool
+	}{{false, 1, true}, {false, 2, false}, {true, 2, true}} {
+		m := &Membership{ranked: c.ranked}
+		ctx, stop := m.limit(t.Context(), &cfg, c.generation)
+		if _, got := ctx.Deadline(); got != c.want {
+			t.Errorf("%+v: got a limit: %t", c, got)
+		}
+		stop()
+	}
+}
+
 // A SIGTERM that arrives just before the notices end has its usual effect. The program's handler gets it both
 // times.
 func TestLateSIGTERM(t *testing.T) {

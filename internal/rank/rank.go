@@ -62,6 +62,10 @@ type Options struct {
 	Kept **bootstrap.Meeting
 	// Member points to a variable in which Start keeps the part of this process in an elastic job.
 	Member **Membership
+	// Building says that the program makes its model only after Start. If other ranks train already in the
+	// elastic job, Start does not wait to become one of them, and returns ErrBuilding. The program makes the
+	// model and calls Start again, without Building.
+	Building bool
 	// ForClient says that the training program runs in another process.
 	ForClient bool
 	// Log is the logger. If it is nil, the settings describe the logger.

@@ -495,14 +495,23 @@ class Engine:
                     raise
                 except HorovodInternalError as e:
                     raise InitError(str(e)) from None  # the other error has the same text
-                facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
-                self._place = Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
                 self._sets, self.mpi_comm, self._settings = {0: self.global_set}, mpi_comm, settings
-                self.global_set.ranks = list(range(self._place.size))
+                self.find_place()
+            if not quick.hvd_epoch():
+                return  # a new process of an elastic job, whose ranks have no process sets any more
             for k, s in enumerate(process_sets):
                 if s.ranks == self.global_set.ranks:
                     raise ValueError(f"process_sets entry number {k} is a duplicate: {s} has all ranks of the job")
                 s.process_set_id = self._id_of(s)
+
+    def find_place(self) -> bool:
+        """Gets the place of this process from the library. Returns whether it has changed, because a new process of an
+        elastic job has become a rank.
+        """
+        facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
+        before, self._place = self._place, Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
+        self.global_set.ranks = list(range(self._place.size))
+        return self._place != before
 
     def new_unique_id(self) -> str:
         """Makes a unique id, with which all ranks can join one job. This process serves the job's store."""

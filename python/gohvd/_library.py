@@ -245,6 +245,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_cross_size": (),
     "hvd_is_homogeneous": (),
     "hvd_has_devices": (),
+    "hvd_epoch": (),
     "hvd_new_unique_id": (POINTER(InitOptions), POINTER(c_void_p)),
     "hvd_submit": (c_void_p, c_void_p),
     "hvd_run": (c_void_p, c_double, c_void_p, c_void_p),
@@ -284,7 +285,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_ps_fail": (c_char_p, POINTER(Handle)),
 }
 _RESULTS: dict[str, Any] = {"hvd_free_result": None, "hvd_free_text": None, "hvd_mark_step": None,
-    "hvd_begin_range": c_uint64, "hvd_end_range": None, "hvd_version": c_char_p}
+    "hvd_begin_range": c_uint64, "hvd_epoch": c_uint64, "hvd_end_range": None, "hvd_version": c_char_p}
 """The types of the results of the functions that do not return a number."""
 
 

@@ -37,6 +37,9 @@ def init(
     ranks of the job. To use only some ranks, use process sets. process_sets are the sets to register, and all ranks must
     pass the same sets in the same order. Pass "dynamic" if sets are only added later. Raises ValueError if two of the
     sets are equal.
+
+    In a new process of an elastic job that trains already, init does not wait. Until the function decorated with
+    ``elastic.run`` is called, rank() and size() return what is to be expected, and operations raise ValueError.
     """
     mpi_comm: Any = None
     ranks: list[int] = []

@@ -267,10 +267,11 @@ def run(func: Callable[..., _T]) -> Callable[..., _T]:
 
 def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     """Makes the state equal at all ranks. was_rank says that this process has had the state before, and reset_before that
-    it has joined the job again.
+    it has joined the job again. A new process of a job that trains becomes a rank only here.
     """
     loose = was_rank and state._loose()
     _library.call(_library.waiting.hvd_elastic_join, _library.LOOSE if loose else 0)
+    reset_before |= _engine_.find_place()
     e = _progress()
     if e.held == _library.HELD_GRANTED and state._before is not None:
         state._put_back(state._before)

@@ -182,6 +182,45 @@ def samples(hosts: str, *names: str) -> None:
     say("done with ranks", *state.sizes)
 
 
+def build(folder: str) -> None:
+    """Rank 1 dies. The process that takes its place cannot make its model before the others have made many steps, and
+    it cannot use operations before it is a rank.
+    """
+    building, go_on = pathlib.Path(folder, "building"), pathlib.Path(folder, "pipe")
+    hvd.init()
+    place = hvd.rank(), hvd.size(), hvd.local_rank()
+    if not FIRST:
+        assert hvd.is_initialized() and place == (2, 3, 1), place
+        try:
+            hvd.allreduce(torch.ones(1))
+            raise AssertionError("a process that is not a rank yet has used an operation")
+        except ValueError as e:
+            assert "not a rank of the elastic job yet" in str(e), e
+        building.touch()
+        say("goes on after", go_on.read_text(), "steps")
+    state = hvd.elastic.TorchState(model=torch.nn.Linear(3, 3), step=0, fewer=0, again=0)
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def run(state) -> None:
+        assert sum(hvd.allgather_object(1)) == hvd.size()
+        while state.again < 20:
+            if FIRST and hvd.rank() == 1 and hvd.size() == 3 and state.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.allreduce(state.model.weight.detach())
+            state.step += 1
+            state.fewer += hvd.size() == 2 and building.exists()
+            state.again += state.fewer > 0 and hvd.size() == 3
+            if hvd.rank() == 0 and state.fewer == 300:
+                go_on.write_text("300")
+            state.commit()
+
+    run(state)
+    assert resets == ([2, 3] if FIRST else [3]), resets
+    say("done", state.fewer > 300)
+
+
 def catches_sigterm() -> bool:
     """Returns whether this process has a handler for SIGTERM. signal.getsignal knows only those of Python."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
