@@ -50,6 +50,8 @@ type Job struct {
 	// granted is the last commit of which this rank knows that all ranks have saved it. saved is the next
 	// one, if this rank has saved it.
 	granted, saved []byte
+	// live says that the last commit is a step, so that it is the present state. Then granted is nil.
+	live bool
 }
 
 // Run joins the job, as hvd.Init does with opts, and calls train until it returns nil. Before each call, all
@@ -86,7 +88,11 @@ func Run(ctx context.Context, state State, train func(ctx context.Context, job *
 		case ctx.Err() != nil:
 			return err
 		case errors.Is(err, errChanged):
-			if j.granted, err = j.state.Save(); err == nil {
+			err = nil
+			if !j.live {
+				j.granted, err = j.state.Save()
+			}
+			if err == nil {
 				j.commits.Changed()
 			}
 		default:
@@ -118,24 +124,37 @@ func (j *Job) sync(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	switch plan.Held {
-	case commits.Saved:
-		j.granted = j.saved
-	case commits.Present:
+	if plan.Held == commits.Saved {
+		j.granted, j.live = j.saved, false
+	}
+	j.saved = nil
+	if plan.Held == commits.Present || j.live && plan.Missing && j.isSource(plan) {
 		if j.granted, err = j.state.Save(); err != nil {
 			return err
 		}
 	}
-	j.saved = nil
 	if plan.Missing {
 		if err := j.send(ctx, plan); err != nil {
 			return err
 		}
 	}
+	if j.live && plan.Held != commits.Nothing {
+		j.granted = nil
+		return nil
+	}
+	j.live = false
 	if plan.Held != commits.Nothing && !plan.Restore {
 		return nil
 	}
 	return j.state.Restore(j.granted)
+}
+
+// isSource reports whether this rank sends its state to others.
+func (j *Job) isSource(plan commits.Plan) bool {
+	if from := j.commits.Sources(); from != nil {
+		return slices.Contains(from, hvd.Rank())
+	}
+	return plan.Root == hvd.Rank()
 }
 
 // send sends the commit to the ranks that do not have it. The others send and receive nothing, unless most
@@ -149,7 +168,7 @@ func (j *Job) send(ctx context.Context, plan commits.Plan) error {
 		return err
 	}
 	data := j.granted
-	if plan.Held == commits.Nothing {
+	if int64(len(data)) != length[0] {
 		data = make([]byte, length[0])
 	}
 	data, err = hvd.Broadcast(ctx, data, plan.Root, hvd.Name("elastic.state"))
@@ -198,7 +217,24 @@ func (j *Job) Commit(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	j.granted, j.saved = j.saved, nil
+	j.granted, j.saved, j.live = j.saved, nil, false
+	return changed
+}
+
+// Step waits until all ranks have called it, and then calls apply, which changes the state by a step, usually
+// by gradients that all ranks have reduced. A program whose state changes only in apply needs no Commit: if
+// ranks die, at most the step in progress is made again, and no rank goes back. If some rank has called apply
+// for a step, all ranks that go on have the state after it. So apply must change the state in the same way at
+// all ranks. Like Commit, every rank must call Step equally often, and it returns an error that the training
+// function must return. Then apply was called unless a rank has failed.
+func (j *Job) Step(ctx context.Context, apply func()) error {
+	changed, err := j.vote(ctx, false)
+	if err != nil {
+		return err
+	}
+	j.commits.Stepped()
+	j.granted, j.live = nil, true
+	apply()
 	return changed
 }
 

@@ -489,8 +489,9 @@ PUBLIC hvd_status_t hvd_elastic_synced(hvd_handle_t *handle) {
 PUBLIC hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(handle || seconds < 0, "elastic vote", "got a time limit and no place for the handle");
-	needs(!(flags & ~(HVD_SAVED | HVD_REMOVED | HVD_ADDED)), "elastic vote",
-	      "got unknown flags, want HVD_SAVED, HVD_REMOVED and HVD_ADDED");
+	needs(!(flags & ~(HVD_SAVED | HVD_STEP | HVD_REMOVED | HVD_ADDED)), "elastic vote",
+	      "got unknown flags, want HVD_SAVED or HVD_STEP, HVD_REMOVED and HVD_ADDED");
+	needs(!(flags & HVD_SAVED) || !(flags & HVD_STEP), "elastic vote", "got HVD_SAVED and HVD_STEP, want one of them");
 	return gohvdElasticVote(flags, seconds, handle);
 }
 

@@ -390,8 +390,13 @@ hvd_status_t hvd_elastic_synced(hvd_handle_t *handle);
 /* A flag of hvd_elastic_vote: the program has saved its state, so it is a commit if all ranks have. */
 #define HVD_SAVED 4u
 
+/* Another flag: the rank has what it needs for its next step, such as the reduced gradients. If the vote succeeds, and
+ * hvd_elastic has no changes, the rank makes the step. Its state is a commit then, of which it needs no copy: with
+ * HVD_HELD_GRANTED it goes on with its present state, whatever restore says. */
+#define HVD_STEP 8u
+
 /* hvd_elastic_vote waits for all ranks, which must call it equally often. seconds and handle are as in hvd_run. flags are
- * HVD_SAVED, and HVD_REMOVED and HVD_ADDED for a change that the program wants in a job that is not elastic. If
+ * HVD_SAVED or HVD_STEP, and HVD_REMOVED and HVD_ADDED for a change that the program wants in a job that is not elastic. If
  * hvd_elastic then has changes, the program saves its state, calls hvd_elastic_end with HVD_TRAINING_CHANGED, leaves the
  * job and joins it again. */
 hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_t *handle);

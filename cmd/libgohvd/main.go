@@ -571,7 +571,14 @@ func gohvdElasticVote(flags C.uint32_t, seconds C.double, handle *C.hvd_handle_t
 	if err != nil {
 		return status(err)
 	}
-	h, err := process.Vote(flags&C.HVD_SAVED != 0, elastic.Change(flags&^C.HVD_SAVED), limit)
+	about := library.Changes
+	switch {
+	case flags&C.HVD_SAVED != 0:
+		about = library.Commit
+	case flags&C.HVD_STEP != 0:
+		about = library.Step
+	}
+	h, err := process.Vote(about, elastic.Change(flags&(C.HVD_REMOVED|C.HVD_ADDED)), limit)
 	if handle != nil {
 		*handle = C.hvd_handle_t(h)
 	}

@@ -253,6 +253,15 @@ func (j *Job) Pending() elastic.Change {
 	return 0
 }
 
+// Stepped tells that all ranks have voted that they have what they need for the next step of the training,
+// and that this rank makes the step. Its state after that is the next commit, so it needs no copy of it. If
+// this rank fails before other ranks have learned of the vote, they are at the commit before, and make the
+// step again. Otherwise they get the state from this rank.
+func (j *Job) Stepped() {
+	j.granted++
+	j.vain, j.smallest = 0, j.size
+}
+
 // Changed tells that the training has ended because of the changes of a vote, and that this rank has saved
 // its present state. This state is the next commit.
 func (j *Job) Changed() {

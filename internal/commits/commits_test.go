@@ -96,6 +96,29 @@ func TestJoin(t *testing.T) {
 	}
 }
 
+// A step of which only one rank has learned is not lost: the others get the state from that rank. One of
+// which no rank has learned is made again.
+func TestSteps(t *testing.T) {
+	for seen, want := range map[bool][]Plan{
+		true: {{Held: Nothing, Restore: true, Missing: true, Root: 1},
+			{Held: Granted, Restore: true, Missing: true, Root: 1}},
+		false: {{Held: Granted, Restore: true}, {Held: Granted, Restore: true}},
+	} {
+		jobs := [2]Job{{granted: 6, size: 2}, {granted: 6, size: 2}}
+		sum := jobs[0].Ballot(false, 0) + jobs[1].Ballot(false, 0)
+		if seen {
+			if _, err := jobs[1].Count(sum); err != nil {
+				t.Fatal(err)
+			}
+			jobs[1].Stepped()
+		}
+		got, _ := plans(t, []holder{{granted: jobs[0].granted}, {granted: jobs[1].granted}})
+		if !slices.Equal(got, want) {
+			t.Errorf("a rank has learned of the step: %t: got %+v, want %+v", seen, got, want)
+		}
+	}
+}
+
 // Ranks that lack the state get it from different ones. If most lack it, all get it from the first.
 func TestSources(t *testing.T) {
 	has, lacks := holder{granted: 3}, holder{}

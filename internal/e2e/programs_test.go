@@ -52,6 +52,8 @@ func program(name string) int {
 		return 0
 	case "elastic-steps":
 		return ended(trainSteadily(ctx))
+	case "elastic-exact":
+		return ended(trainExactly(ctx))
 	case "faulty":
 		return ended(faulty(ctx))
 	case "faulty-node":

@@ -69,6 +69,15 @@ func TestElasticTorchNotice(t *testing.T) {
 		`hvdrun: generation 2: 2 ranks: rank 1 \([^)]*\) leaves: SIGTERM\n`: 1, `hvdrun: generation 3`: 0})
 }
 
+// TestElasticTorchSteps kills a rank, and ends the new one with SIGTERM. Each step is a commit, so no rank
+// goes back.
+func TestElasticTorchSteps(t *testing.T) {
+	t.Parallel()
+	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "steps", "0")
+	ends(t, cmd, map[string]int{`:done \w+\n`: 2, `hvdrun: generation 2: 2 ranks: rank 0 `: 1,
+		`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4: 2 ranks: rank 2 .* leaves: SIGTERM\n`: 1})
+}
+
 // TestElasticTorchBuilding kills a rank. The others train while the new process makes its model, which ends
 // only when they have made 300 steps.
 func TestElasticTorchBuilding(t *testing.T) {

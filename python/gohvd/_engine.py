@@ -464,6 +464,8 @@ class Engine:
         self.mpi_comm: Any = None
         """The mpi4py communicator whose processes are the ranks of the job, if the program has passed one."""
         self._settings: dict[str, str] = {}  # those of the last job
+        self.before_step: Callable[[], None] | None = None
+        """A function that optimizers call when the gradients are reduced, before they change the parameters."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Functions that are called when this process leaves the job."""
         # The object that users know as global_process_set. The module process_sets assigns it.

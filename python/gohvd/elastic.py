@@ -97,6 +97,8 @@ class State:
         self._host_messages: queue.Queue[tuple[float, int]] = _Messages()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._by_steps = False
+        """Whether each step of an optimizer is a commit, so that the present state is the last one (run)."""
         self._begin(0, False)
 
     def _begin(self, root: int, is_commit: bool) -> None:
@@ -129,7 +131,11 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Saves the state, and waits until all ranks have saved it. Then check_host_updates follows."""
+        """Saves the state, and waits until all ranks have saved it. Then check_host_updates follows. If each step is a
+        commit anyway (``run``), only check_host_updates follows.
+        """
+        if self._by_steps:
+            return self.check_host_updates()
         self._before, was_commit = self._saved(), self._is_commit
         self.save()
         self._is_commit, self._voting = was_commit, True
@@ -153,6 +159,20 @@ class State:
             self._interrupted_commit = asked != 0
         if asked:
             raise HostsUpdatedInterrupt(asked == _library.REMOVED)
+
+    def _vote_for_step(self) -> None:
+        """Waits until all ranks have the gradients of a step. Then the caller makes the step. If the ranks are to change,
+        no rank makes it, because the program changes its values only after the step, which would be too late.
+        """
+        _vote(_library.STEP)
+        self._is_commit = True
+        changes = _progress().changes
+        if changes:
+            raise HostsUpdatedInterrupt(changes == _library.REMOVED)
+
+    def _sync_values(self) -> None:
+        """Sets the values at all ranks that the program changes outside of the steps of an optimizer."""
+        self.sync()
 
     def reset(self) -> None:
         """Adapts the state to a change of the ranks. Subclasses may override it."""
@@ -204,6 +224,9 @@ class ObjectState(State):
         for name, value in self._bcast_object(values, **root).items():
             setattr(self, name, value)
 
+    def _sync_values(self) -> None:
+        ObjectState.sync(self)
+
     def _saved(self) -> Any:
         return self._saved_state
 
@@ -219,7 +242,7 @@ def is_ours(x: Any) -> bool:
     return x.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., _T]:
+def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = False) -> Callable[..., _T]:
     """Decorates a training function, whose first argument is a State. The wrapper makes the state equal at all ranks and
     calls the function, until it returns.
 
@@ -227,12 +250,16 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., 
     joins it again, and begins again with the state of the last commit, or with the present state after an interrupt.
     All other errors leave the wrapper, also a MismatchError, and one of ranks that have failed three times in a row
     without a commit though they did not become fewer. If the launcher has removed this process, the wrapper ends it.
+
+    If step is set, each step of a DistributedOptimizer is a commit, without a copy of the state (docs/elastic.md).
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _T:
         notification_manager.init()
         notification_manager.register_listener(state)
+        state._by_steps = step
+        _engine_.before_step = state._vote_for_step if step else None
         try:
             was_rank = reset_before = False
             while True:
@@ -243,7 +270,7 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., 
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_DONE)
                     return result
                 except HostsUpdatedInterrupt:
-                    if not state._interrupted_commit:
+                    if not step and not state._interrupted_commit:
                         state.save()
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_CHANGED)
                     state._is_commit = True
@@ -255,14 +282,17 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., 
             _abandon()
             raise
         finally:
+            _engine_.before_step = None
             notification_manager.remove_listener(state)
 
     return wrapper
 
 
-def run(func: Callable[..., _T]) -> Callable[..., _T]:
-    """Is run_fn with the usual reset."""
-    return run_fn(func, _engine_.rejoin)
+def run(func: Callable[..., _T] | None = None, *, step: bool = False) -> Any:
+    """Is run_fn with the usual reset: ``@run``, or ``@run(step=True)``."""
+    if func is None:
+        return functools.partial(run, step=step)
+    return run_fn(func, _engine_.rejoin, step)
 
 
 def _start(state: State, was_rank: bool, reset_before: bool) -> None:
@@ -276,15 +306,32 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     if e.held == _library.HELD_GRANTED and state._before is not None:
         state._put_back(state._before)
     state._begin(e.root, e.held in (_library.HELD_GRANTED, _library.HELD_SAVED))
-    if e.restore:
+    if e.restore and not state._by_steps:
         state.restore()
     if reset_before:
         state.on_reset()
     if e.missing or not was_rank:
-        state.sync()
-        state.save()
+        _sync(state, undo=state._by_steps and was_rank and e.held == _library.HELD_NOTHING)
+        if not state._by_steps:
+            state.save()
+    elif state._by_steps:
+        state._sync_values()
     _library.call(_library.waiting.hvd_elastic_synced)
     state._is_commit = True
+
+
+def _sync(state: State, undo: bool) -> None:
+    """Gets the state from other ranks. undo says that the present state is a commit, so it must not be changed in part if
+    the others die meanwhile.
+    """
+    if undo:
+        state.save()
+    try:
+        state.sync()
+    except PeerError:
+        if undo:
+            state.restore()
+        raise
 
 
 def _failed(e: PeerError) -> None:

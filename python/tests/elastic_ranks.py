@@ -182,6 +182,59 @@ def samples(hosts: str, *names: str) -> None:
     say("done with ranks", *state.sizes)
 
 
+def steps(victim: str) -> None:
+    """Each step is a commit. Rank victim dies at a random time, a new process takes its place, and gets SIGTERM later. No
+    rank goes back, the ranks are equal after each step, and each sample of an epoch is used once.
+    """
+    hvd.init()
+    model, optimizer = make()
+    data = range(1009)
+    sampler = hvd.elastic.ElasticSampler(data, seed=5)
+    state = hvd.elastic.TorchState(
+        model=model, optimizer=optimizer, sampler=sampler, step=0, least=1000, again=0, seen=[], epochs=0, sizes=[hvd.size()]
+    )  # fmt: skip
+    armed, done, furthest = FIRST and hvd.rank() == int(victim), 0, 0
+
+    def use(batch: list[int], number: int) -> None:
+        nonlocal done, furthest
+        state.optimizer.zero_grad()
+        (state.model(torch.randn(8, 20)).sum() - 1).pow(2).backward()
+        parts = hvd.allgather_object(batch)
+        state.optimizer.step()
+        state.step += 1
+        state.seen += [i for part in parts for i in part]
+        state.sampler.record_batch(number, len(batch))
+        state.least = min(state.least, hvd.size())
+        state.again += hvd.size() > state.least
+        if state.sizes[-1] != hvd.size():
+            state.sizes.append(hvd.size())
+        done, furthest = done + 1, state.step
+        digests = hvd.allgather_object(digest(state))
+        assert digests == [digests[0]] * hvd.size(), digests
+
+    @hvd.elastic.run(step=True)
+    def run(state) -> None:
+        nonlocal armed
+        assert state.step in (furthest, furthest + 1) or not done, (state.step, furthest)
+        while state.sizes != [3, 2, 3, 2] or state.seen:
+            for number, batch in enumerate(torch.utils.data.DataLoader(data, batch_size=20, sampler=state.sampler)):
+                if armed and state.step == 10:
+                    armed = False
+                    threading.Timer(random.random() * 0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                if not FIRST and state.again == 10:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                use(batch.tolist(), number)
+            counts = collections.Counter(state.seen)
+            assert sorted(counts) == list(data), f"{len(counts)} samples of {len(data)}"
+            assert sum(counts.values()) - len(data) < 3, f"{sum(counts.values())} samples of {len(data)}"
+            state.seen, state.epochs = [], state.epochs + 1
+            state.sampler.set_epoch(state.epochs)
+
+    run(state)
+    assert done >= state.step - 1, (done, state.step)  # another rank may have made one step without this one
+    say("done", digest(state))
+
+
 def build(folder: str) -> None:
     """Rank 1 dies. The process that takes its place cannot make its model before the others have made many steps, and
     it cannot use operations before it is a rank.

@@ -59,6 +59,29 @@ class Elastic(RanksTest):
         self.assertEqual((state.batch, state.seen, state.optimizer.param_groups[0]["lr"]), (2, [0, 0, 1, 2], 0.1))
         self.assertEqual(resets, [])
 
+    def test_steps(self) -> None:
+        """With a vote for each step, nothing is saved. Optimizers that step without gradients are refused."""
+        state = self.state()
+        saved = state._handlers["model"]._saved
+
+        @hvd.elastic.run(step=True)
+        def train(state, closure=None):
+            for state.batch in range(3):
+                state.model(torch.ones(4, 3)).sum().backward()
+                state.optimizer.step(closure)
+                state.optimizer.zero_grad()
+                state.commit()
+
+        train(state)
+        self.assertEqual(state.batch, 2)
+        self.assertIs(state._handlers["model"]._saved, saved)
+        with self.assertRaisesRegex(ValueError, "without a closure"):
+            train(state, lambda: torch.zeros(()))
+        model = torch.nn.Linear(3, 2)
+        adasum = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+        with self.assertRaisesRegex(ValueError, "Adasum"):
+            train(hvd.elastic.TorchState(model=model, optimizer=adasum, batch=0))
+
     def test_failures_are_not_caught(self) -> None:
         @hvd.elastic.run
         def train(state):

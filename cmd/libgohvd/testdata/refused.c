@@ -50,7 +50,8 @@ int main(void) {
 	want(hvd_elastic(&at) == HVD_SUCCESS && at.generation == 0 && at.removed == 0 && at.pending == 0);
 	fails(hvd_elastic_join(0, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_elastic_join(2, NULL), HVD_ERROR_USAGE, "HVD_LOOSE");
-	fails(hvd_elastic_vote(8, -1, NULL), HVD_ERROR_USAGE, "HVD_SAVED");
+	fails(hvd_elastic_vote(16, -1, NULL), HVD_ERROR_USAGE, "HVD_SAVED");
+	fails(hvd_elastic_vote(HVD_SAVED | HVD_STEP, -1, NULL), HVD_ERROR_USAGE, "want one of them");
 	fails(hvd_elastic_vote(0, -1, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_elastic_end(4, NULL), HVD_ERROR_USAGE, "hvd_training_t");
 	fails(hvd_check(), HVD_ERROR_NOT_INITIALIZED, "not initialized");

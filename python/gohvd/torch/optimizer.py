@@ -519,6 +519,10 @@ class _DistributedOptimizer(_Distributed):
             else:
                 closure = self._synchronizing(closure)
         self._synchronized = False
+        if _engine.engine.before_step is not None:
+            if closure is not None:
+                raise ValueError("elastic.run(step=True) needs gradients before optimizer.step(): call it without a closure")
+            _engine.engine.before_step()
         self._tell_schedulers()
         loss = super().step() if closure is None else super().step(closure)
         stepped(self)
@@ -604,6 +608,8 @@ class _DistributedAdasumOptimizer(_Distributed):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if _engine.engine.before_step is not None:
+            raise ValueError("elastic.run(step=True) does not support op=Adasum, whose results are steps already")
         if not self._hooked:
             self._tell_schedulers()
             loss = super().step(closure)

@@ -143,6 +143,18 @@ class TorchState(ObjectState):
             handler.sync()
         super().sync()
 
+    def _sync_values(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.root = self._root
+                handler.sync()
+            elif isinstance(handler, OptimizerStateHandler):  # a scheduler changes the groups after a step
+                groups = handler.value.param_groups
+                values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+                for group, ours in zip(groups, broadcast_object(values, self._root)):
+                    group.update(ours)
+        super()._sync_values()
+
     def reset(self) -> None:
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
