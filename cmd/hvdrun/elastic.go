@@ -25,6 +25,7 @@ import (
 type elasticFlags struct {
 	min, max   string
 	discovery  string
+	spares     int
 	slots      int
 	resetLimit int
 	cooldown   cooldown
@@ -47,6 +48,8 @@ func (e *elasticFlags) group() group {
 		"minimum number `N` of ranks of an elastic job; also --min-np. With fewer ranks the training pauses (default: -np)")
 	f.StringVar(&e.max, "max-num-proc", "",
 		"maximum number `N` of ranks of an elastic job; also --max-np (default: all slots)")
+	f.IntVar(&e.spares, "spares", 0,
+		"number `N` of processes that are started besides --max-np (default: -np) ranks, and take the places of ranks that fail")
 	f.StringVar(&e.discovery, "host-discovery-script", "",
 		"`COMMAND` that prints the hosts of an elastic job, a line for each, as name or name:slots. It is run again 1 s after "+
 			"it has ended")
@@ -103,7 +106,7 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	e := &r.elasticFlags
 	if !e.isElastic() {
 		for _, name := range []string{"max-num-proc", "slots-per-host", "reset-limit",
-			"blacklist-cooldown-range", "blacklist"} {
+			"blacklist-cooldown-range", "blacklist", "spares"} {
 			if flags.Changed(name) {
 				return nil, usagef("--%s is for elastic jobs: give --min-np or --host-discovery-script too", name)
 			}
@@ -128,6 +131,13 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 		if c.Max, err = strconv.Atoi(e.max); err != nil || c.Max < np || c.Max > launch.MaxRanks {
 			return nil, usagef("--max-np: got %q, want a number from %d, the value of -np, to %d", e.max, np, launch.MaxRanks)
 		}
+	}
+	if e.spares < 0 || e.spares > launch.MaxRanks {
+		return nil, usagef("--spares: got %d, want a number from 0 to %d", e.spares, launch.MaxRanks)
+	}
+	c.Spares = e.spares
+	if c.Spares > 0 && c.Max == 0 {
+		c.Max = np
 	}
 	switch e.blacklist {
 	case "slot":

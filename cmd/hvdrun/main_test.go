@@ -231,6 +231,8 @@ func TestWrongUsage(t *testing.T) {
 			`--max-np: got "1", want a number from 2, the value of -np`},
 		{append([]string{"-np", "2", "--max-np", "2"}, touch...),
 			"--max-num-proc is for elastic jobs: give --min-np or --host-discovery-script too"},
+		{append([]string{"-np", "2", "--min-np", "1", "--spares", "-1"}, touch...), "--spares: got -1"},
+		{append([]string{"-np", "2", "--spares", "1"}, touch...), "--spares is for elastic jobs"},
 		{append([]string{"-np", "2", "--min-np", "1", "--blacklist", "rack"}, touch...),
 			`--blacklist: got "rack", want slot or host`},
 		{append([]string{"-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "9"}, touch...),

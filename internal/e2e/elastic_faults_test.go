@@ -367,6 +367,49 @@ func TestElasticResets(t *testing.T) {
 	tellJob(t, j)
 }
 
+// TestElasticSpare kills a rank of an elastic job with a spare. The spare takes its place in the same change.
+func TestElasticSpare(t *testing.T) {
+	t.Parallel()
+	const ranks = 3
+	folder := t.TempDir()
+	j := startHvdrun(t, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--spares", "1"},
+		"elastic-steps", stateVariable+"=100000", folderVariable+"="+folder)
+	before := j.awaitBegun(ranks)
+	spare := -1
+	j.untilError("a spare", func(text string) bool {
+		where, _, _ := strings.Cut(text, " is ready as a spare")
+		_, slot, found := strings.Cut(strings.TrimPrefix(where, "hvdrun: "), ":")
+		spare, _ = strconv.Atoi(slot)
+		return found && where != text
+	})
+	victim := draws(t).IntN(ranks + 1)
+	for before[victim].pid == 0 || victim == spare {
+		victim = (victim + 1) % (ranks + 1)
+	}
+	if err := unix.Kill(before[victim].pid, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	after := j.awaitBegun(ranks)
+	for slot, f := range before {
+		if slot != victim && after[slot].pid != f.pid {
+			t.Errorf("slot %d: got %+v, want the survivor %+v", slot, after[slot], f)
+		}
+	}
+	if after[spare].pid == 0 {
+		t.Errorf("got the ranks %+v, want one at the slot %d of the spare", after, spare)
+	}
+	if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	if got := strings.Count(j.err(), "hvdrun: generation 2: 3 ranks: rank "); got != 1 {
+		t.Errorf("got %d lines about generation 2 with 3 ranks, want 1", got)
+	}
+	tellJob(t, j)
+}
+
 // left returns the points at which no process has died yet.
 func left(folder string) []string {
 	names, _ := filepath.Glob(filepath.Join(folder, "die.*"))

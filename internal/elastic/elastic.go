@@ -133,6 +133,9 @@ type Config struct {
 	Start int
 	// Min and Max bound the number of ranks. If Max is 0, there is a rank for each slot.
 	Min, Max int
+	// Spares is how many processes more than Max are started. They are no ranks while there are Max of them,
+	// and take the places of ranks that fail or leave. If Spares is not 0, Max is not 0.
+	Spares int
 	// Timeout is how long the job waits for slots, at its start and when it pauses.
 	Timeout time.Duration
 	// StartTimeout is how long the first process that is ready waits until all others that were started are

@@ -105,13 +105,19 @@ func (m *Machine) Discovered(now time.Time, hosts []Host) Output {
 // Ready tells that process p can become a rank.
 func (m *Machine) Ready(now time.Time, p Member) Output {
 	m.now = now
-	if k := m.find(p); k != nil && k.state == starting {
+	k := m.find(p)
+	if k != nil && k.state == starting {
 		k.state = waiting
 		if m.readySince.IsZero() {
 			m.readySince = now
 		}
 	}
-	return m.step()
+	out := m.step()
+	if !m.ended && k != nil && k.state == waiting && m.cfg.Spares > 0 && m.roster != nil &&
+		len(m.roster.Members) >= m.cfg.Max {
+		out.Notes = append(out.Notes, fmt.Sprintf("%v is ready as a spare", p))
+	}
+	return out
 }
 
 // Synced tells that all ranks of a generation have the state of the training. New ranks have got it from
@@ -491,7 +497,7 @@ func (m *Machine) start() {
 		}
 	}
 	for _, s := range slots {
-		if taken[s] || m.cfg.Max > 0 && count >= m.cfg.Max {
+		if taken[s] || m.cfg.Max > 0 && count >= m.cfg.Max+m.cfg.Spares {
 			continue
 		}
 		m.started[s]++
@@ -521,7 +527,7 @@ func (m *Machine) form() {
 		// The ranks of the newest roster go on until there are enough new ones.
 	case len(ranks) < m.cfg.Min:
 		m.pause(len(ranks))
-	case !lost && !leaving && !m.settled():
+	case !lost && !leaving && !m.settled() && (m.cfg.Max == 0 || len(ranks) < m.cfg.Max):
 	case m.roster != nil && m.cfg.ResetLimit >= 0 && m.resets >= m.cfg.ResetLimit:
 		m.end(fmt.Sprintf("the number of resets exceeds the limit of %d: %s", m.cfg.ResetLimit,
 			m.reason(ranks)), m.culprit)

@@ -58,7 +58,7 @@ func newRandomJob(seed uint64) *randomJob {
 		Settle: time.Second, ResetLimit: -1, ByHost: r.IntN(4) == 0, Random: r.Float64}
 	j.cfg.Start = j.cfg.Min + r.IntN(3)
 	if r.IntN(2) == 0 {
-		j.cfg.Max = j.cfg.Start + r.IntN(3)
+		j.cfg.Max, j.cfg.Spares = j.cfg.Start+r.IntN(3), r.IntN(3)
 	}
 	if r.IntN(3) > 0 {
 		j.cfg.Cooldown = [2]time.Duration{time.Second, time.Minute}

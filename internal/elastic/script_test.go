@@ -156,6 +156,8 @@ func (p *player) config(words []string) elastic.Config {
 			c.Min = p.number(value)
 		case "max":
 			c.Max = p.number(value)
+		case "spares":
+			c.Spares = p.number(value)
 		case "resets":
 			c.ResetLimit = p.number(value)
 		case "timeout":

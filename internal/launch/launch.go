@@ -311,7 +311,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	} else {
 		o.Elastic.Config.Start, o.Elastic.Config.Random = o.NP, mathrand.Float64
 		if len(o.Hosts) == 0 && o.Elastic.Discovery == nil {
-			o.Hosts = []Host{{Name: self, Slots: o.NP}}
+			o.Hosts = []Host{{Name: self, Slots: o.NP + o.Elastic.Config.Spares}}
 		}
 	}
 	var id [16]byte
