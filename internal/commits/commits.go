@@ -181,7 +181,11 @@ func (j *Job) Synced(ctx context.Context, c Collectives) error {
 		e.Stopped = time.Since(j.stopped)
 	}
 	j.stopped = time.Time{}
-	if j.member == nil || c.Rank() != 0 {
+	if j.member == nil {
+		return nil
+	}
+	j.member.Synced()
+	if c.Rank() != 0 {
 		return nil
 	}
 	e.Generation = j.member.Generation()

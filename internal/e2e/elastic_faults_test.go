@@ -367,13 +367,15 @@ func TestElasticResets(t *testing.T) {
 	tellJob(t, j)
 }
 
-// TestElasticSpare kills a rank of an elastic job with a spare. The spare takes its place in the same change.
+// TestElasticSpare kills a rank of an elastic job with a spare. The spare takes its place in the same change,
+// and the timeline shows why.
 func TestElasticSpare(t *testing.T) {
 	t.Parallel()
 	const ranks = 3
 	folder := t.TempDir()
 	j := startHvdrun(t, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--spares", "1"},
-		"elastic-steps", stateVariable+"=100000", folderVariable+"="+folder)
+		"elastic-steps", stateVariable+"=100000", folderVariable+"="+folder,
+		"HOROVOD_TIMELINE="+filepath.Join(folder, "t.json"))
 	before := j.awaitBegun(ranks)
 	spare := -1
 	j.untilError("a spare", func(text string) bool {
@@ -406,6 +408,10 @@ func TestElasticSpare(t *testing.T) {
 	}
 	if got := strings.Count(j.err(), "hvdrun: generation 2: 3 ranks: rank "); got != 1 {
 		t.Errorf("got %d lines about generation 2 with 3 ranks, want 1", got)
+	}
+	events, err := os.ReadFile(filepath.Join(folder, "t.epoch2.json"))
+	if err != nil || !bytes.Contains(events, []byte(`"generation 2: rank `)) {
+		t.Errorf("got error %v, and a timeline of %d bytes without generation 2", err, len(events))
 	}
 	tellJob(t, j)
 }

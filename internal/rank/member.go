@@ -23,6 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -55,6 +56,7 @@ type Membership struct {
 	mu     sync.Mutex
 	joined uint64          // the generation of the newest Start
 	ranked bool            // a Start has succeeded
+	synced func()          // what Synced does, or nil
 	newest *elastic.Roster // the newest roster, or nil
 	news   chan struct{}   // closed when newest changes
 	lost   error
@@ -290,7 +292,7 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 		r.member, r.generation = m, roster.Generation
 		err = r.tryMember(ctx, m.at(cfg, roster), o)
 		if err == nil {
-			m.ranked = true
+			m.begin(r, roster)
 		}
 		if err == nil || !isOfOthers(err) || ctx.Err() != nil {
 			return err
@@ -326,6 +328,24 @@ func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config
 	cfg.LocalRank, cfg.LocalSize = place.LocalRank, place.LocalSize
 	cfg.CrossRank, cfg.CrossSize = place.CrossRank, place.CrossSize
 	return cfg
+}
+
+// begin makes Synced show in the timeline of r why the ranks have changed, and how long they have exchanged
+// the state.
+func (m *Membership) begin(r *Rank, roster *elastic.Roster) {
+	m.ranked, m.synced = true, nil
+	if roster.Generation > 1 {
+		begun, name := r.Engine.BeginSpan(), fmt.Sprintf("generation %d: %s", roster.Generation, roster.Reason)
+		m.synced = func() { r.Engine.EndSpan(trace.Range, name, begun) }
+	}
+}
+
+// Synced tells that this process has the state with which its generation trains.
+func (m *Membership) Synced() {
+	if m.synced != nil {
+		m.synced()
+	}
+	m.synced = nil
 }
 
 // limit gives ctx the time limit within which all ranks of a generation must have met. A process that was
