@@ -115,6 +115,45 @@ func (s *exact) step(ctx context.Context, job *elastic.Job, folder string, bySte
 	return false, err
 }
 
+// votesVariable has the number of steps of the program "elastic-votes".
+const votesVariable = "GOHVD_E2E_VOTES"
+
+// voteForSteps measures votes for steps that do nothing.
+func voteForSteps(ctx context.Context) error {
+	n, err := strconv.Atoi(os.Getenv(votesVariable))
+	if err != nil {
+		return err
+	}
+	err = elastic.Run(ctx, &exact{}, func(ctx context.Context, job *elastic.Job) error {
+		var began time.Time
+		for i := range n + 1000 {
+			if i == 1000 {
+				began = time.Now()
+			}
+			if err := job.Step(ctx, func() {}); err != nil {
+				return err
+			}
+		}
+		fmt.Println("votes took", time.Since(began).Nanoseconds())
+		return nil
+	})
+	return errors.Join(err, hvd.Shutdown(ctx))
+}
+
+// BenchmarkElasticVote measures the vote for a step, which is the cost of a step that does nothing, with 2
+// ranks.
+func BenchmarkElasticVote(b *testing.B) {
+	j := startHvdrun(b, nil, []string{"-np", "2", "--min-np", "1"}, "elastic-votes",
+		votesVariable+"="+strconv.Itoa(b.N))
+	j.until("the votes", func(l line) bool {
+		text, found := strings.CutPrefix(l.text, "votes took ")
+		if ns, err := strconv.Atoi(text); found && err == nil {
+			b.ReportMetric(float64(ns)/float64(b.N), "ns/op")
+		}
+		return found
+	})
+}
+
 // TestElasticExact kills ranks at random moments. With a vote for each step, and with a commit every few
 // steps, the states of all ranks are equal after each step, and each sample of an epoch is used once.
 func TestElasticExact(t *testing.T) {

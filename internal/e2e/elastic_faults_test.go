@@ -209,19 +209,24 @@ func (j *job) awaitBegun(n int) map[int]begun {
 // 100 MB each.
 //
 //	go test ./internal/e2e -run '^$' -bench ElasticDeath -benchtime 50x -args -seed 1
-func BenchmarkElasticDeath(b *testing.B) {
+func BenchmarkElasticDeath(b *testing.B) { benchmarkFault(b, unix.SIGKILL) }
+
+// BenchmarkElasticStop is like BenchmarkElasticDeath for a rank that is stopped. The others find that only
+// after HVD_LIVENESS_SECONDS, which is 5 s here.
+func BenchmarkElasticStop(b *testing.B) { benchmarkFault(b, unix.SIGSTOP) }
+
+func benchmarkFault(b *testing.B, signal unix.Signal) {
 	const ranks = 4
-	seed := max(*seedFlag, 1)
-	random := rand.New(rand.NewPCG(seed, 0))
+	random := rand.New(rand.NewPCG(max(*seedFlag, 1), 0))
 	j := startHvdrun(b, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--blacklist-cooldown-range", "1,1"},
-		"elastic-steps", stateVariable+"=100000000")
+		"elastic-steps", stateVariable+"=100000000", "HVD_LIVENESS_SECONDS=5")
 	var stops []time.Duration
 	b.ResetTimer()
 	for range b.N {
 		before := j.awaitBegun(ranks)
 		time.Sleep(time.Duration(random.IntN(500)) * time.Millisecond)
-		victim, killed := random.IntN(ranks), time.Now()
-		if err := unix.Kill(before[victim].pid, unix.SIGKILL); err != nil {
+		victim, at := random.IntN(ranks), time.Now()
+		if err := unix.Kill(before[victim].pid, signal); err != nil {
 			b.Fatal(err)
 		}
 		stop := time.Duration(0)
@@ -229,7 +234,7 @@ func BenchmarkElasticDeath(b *testing.B) {
 			if f.pid != before[slot].pid {
 				b.Fatalf("slot %d: got process %d, want the survivor %d", slot, f.pid, before[slot].pid)
 			}
-			stop = max(stop, f.at.Sub(killed))
+			stop = max(stop, f.at.Sub(at))
 		}
 		stops = append(stops, stop)
 	}
@@ -238,6 +243,51 @@ func BenchmarkElasticDeath(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 	b.ReportMetric(stops[len(stops)/2].Seconds(), "s-median")
 	b.ReportMetric(stops[len(stops)-1].Seconds(), "s-slowest")
+}
+
+// BenchmarkElasticLeave measures how long the ranks do not train when one of them leaves and when it is
+// replaced, as hvdrun prints it: from the end of the training in one generation to its beginning in the next
+// one. A new rank gets 100 MB of state.
+func BenchmarkElasticLeave(b *testing.B) {
+	const ranks = 4
+	list := filepath.Join(b.TempDir(), "hosts")
+	host, err := os.Hostname()
+	if err != nil {
+		b.Fatal(err)
+	}
+	offer := func(slots int) {
+		if err := os.WriteFile(list+".new", fmt.Appendf(nil, "%s:%d\n", host, slots), 0o600); err != nil {
+			b.Fatal(err)
+		}
+		if err := os.Rename(list+".new", list); err != nil {
+			b.Fatal(err)
+		}
+	}
+	offer(ranks)
+	j := startHvdrun(b, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--host-discovery-script", "cat " + list},
+		"elastic-steps", stateVariable+"=100000000")
+	stops := make(map[int][]time.Duration) // by the number of ranks after the change
+	j.awaitBegun(ranks)
+	for i := range 2 * b.N {
+		size := ranks - 1 + i%2
+		offer(size)
+		line := fmt.Sprintf("generation %d: trains after a stop of ", i+2)
+		j.untilError(line, func(text string) bool {
+			_, rest, _ := strings.Cut(text, line)
+			seconds, _, found := strings.Cut(rest, " s\n")
+			if stop, err := time.ParseDuration(seconds + "s"); found && err == nil {
+				stops[size] = append(stops[size], stop)
+			}
+			return found
+		})
+	}
+	b.StopTimer()
+	b.ReportMetric(0, "ns/op")
+	for size, name := range map[int]string{ranks - 1: "leave", ranks: "add"} {
+		slices.Sort(stops[size])
+		b.ReportMetric(stops[size][len(stops[size])/2].Seconds(), "s-median-"+name)
+		b.ReportMetric(stops[size][len(stops[size])-1].Seconds(), "s-slowest-"+name)
+	}
 }
 
 // TestElasticFaults lets random faults happen in an elastic job, one after the other: deaths at every point

@@ -52,6 +52,8 @@ func program(name string) int {
 		return 0
 	case "elastic-steps":
 		return ended(trainSteadily(ctx))
+	case "elastic-votes":
+		return ended(voteForSteps(ctx))
 	case "elastic-exact":
 		return ended(trainExactly(ctx))
 	case "faulty":
