@@ -453,6 +453,8 @@ class Engine:
         self._lock = threading.RLock()  # held while the process joins or leaves the job
         self._main_thread = threading.main_thread().ident
         self._place: Place | None = None
+        self.last_place: Place | None = None
+        """The place in the present job, or in the last one."""
         self._sets: dict[int, ProcessSet] = {}
         self._registered: list[ProcessSet] = []  # several objects may stand for one process set of the job
         self._slots: dict[tuple, list[Slot]] = {}
@@ -512,6 +514,7 @@ class Engine:
         """
         facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
         before, self._place = self._place, Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
+        self.last_place = self._place
         self.global_set.ranks = list(range(self._place.size))
         return self._place != before
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,28 @@ def place(offset: int, factor: int = 1):
 
 def fail():
     raise KeyError("on purpose")
+
+
+def survive(steps):
+    """Trains for some steps. The first process at the slot 1 dies in the middle."""
+    import horovod.torch as hvd
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < steps:
+            hvd.allreduce(torch.ones(1))
+            state.step += 1
+            if os.environ["HVD_MEMBER"].endswith(":1/1") and state.step == steps // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.commit()
+
+    state = hvd.elastic.TorchState(step=0)
+    train(state)
+    rank = hvd.rank()
+    hvd.shutdown()
+    return rank, state.step
 
 
 class Modules(RanksTest):
@@ -355,7 +378,18 @@ class Run(RanksTest):
             })
         self.assertEqual((run.returncode, run.stdout.decode().splitlines()[-1]), (0, "[1, 2]"))
 
-    def test_mpi(self) -> None:
+    def test_elastic(self) -> None:
+        import horovod
+
+        for options in (dict(hosts="localhost:2"), dict(host_discovery_script="echo localhost:2", max_num_proc=2)):
+            got = horovod.run(survive, (20,), num_proc=2, min_num_proc=1, cooldown_range=(1, 1), **options)
+            self.assertEqual(got, [(rank, 20) for rank in range(len(got))])
+        with self.assertRaisesRegex(RuntimeError, ":[01]/1: (.|\n)*the function has not called hvd.init"):
+            horovod.run(os.getpid, num_proc=2, min_num_proc=1)
+        self.assertEqual(len(horovod.run(os.getpid, num_proc=2, min_num_proc=2, max_num_proc=2)), 2)
+
+    def test_options(self) -> None:
+        """The arguments become those of hvdrun."""
         import horovod
 
         with tempfile.TemporaryDirectory() as top:
@@ -363,19 +397,23 @@ class Run(RanksTest):
             with open(program, "w") as f:
                 f.write(f'#!/bin/sh\necho "$@" > {said}\nexit 3\n')
             os.chmod(program, 0o700)
-            with mock.patch.dict(os.environ, HVD_RUN=program), self.assertRaises(RuntimeError):
-                horovod.run(place, (0,), num_proc=2, use_mpi=True, mpi_args="--verbose --mca a b")
-            with open(said) as f:
-                self.assertIn("--num-proc 2 --mpi-args --verbose --mca a b --mpi ", f.read())
+            for options, want in (
+                (dict(num_proc=2, use_mpi=True, mpi_args="--verbose --mca a b"), "--num-proc 2 --mpi-args --verbose --mca a b --mpi "),
+                (dict(np=4, min_np=2, max_np=6, slots=2, reset_limit=3, cooldown_range=[1, 60], host_discovery_script="./find"),
+                 "--num-proc 4 --min-num-proc 2 --max-num-proc 6 --slots-per-host 2 --reset-limit 3 "
+                 "--blacklist-cooldown-range 1,60 --host-discovery-script ./find "),
+                (dict(host_discovery_script="./find"), "--host-discovery-script ./find "),
+            ):  # fmt: skip
+                with mock.patch.dict(os.environ, HVD_RUN=program), self.assertRaises(RuntimeError):
+                    horovod.run(place, (0,), **options)
+                with open(said) as f:
+                    self.assertEqual(f.read().partition(sys.executable)[0], want)
 
     def test_errors(self) -> None:
         import horovod
 
         with self.assertRaisesRegex(RuntimeError, "rank [01]: (.|\n)*KeyError: 'on purpose'"):
             horovod.run(fail, num_proc=2)
-        for options in (dict(min_np=1), dict(num_proc=2, min_np=2, max_np=3), dict(num_proc=3, min_np=2, max_np=2), dict(host_discovery_script="x")):
-            with self.assertRaises(NotImplementedError):
-                horovod.run(place, (0,), **options)
         from horovod.common.util import env
 
         with env(HVD_RUN=None, PATH="/nonexistent"), self.assertRaisesRegex(RuntimeError, "hvdrun"):

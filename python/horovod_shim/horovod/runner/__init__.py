@@ -59,20 +59,25 @@ def run(
 
     With use_mpi, hvdrun runs mpirun with the arguments mpi_args (docs/mpi.md).
 
-    Raises RuntimeError with the errors of the ranks if a rank has failed. Raises NotImplementedError for elastic jobs.
-    disable_cache and use_gloo have no effect.
+    The job is elastic (docs/elastic.md) if there is a host_discovery_script, or a min_num_proc that is not num_proc. Then
+    func calls a function that hvd.elastic.run has decorated, and the results are those of the ranks at the end.
+
+    Raises RuntimeError with the errors of the ranks if the job has failed. disable_cache and use_gloo have no effect.
     """
     ranks = num_proc if num_proc is not None else np
     least = min_num_proc if min_num_proc is not None else min_np
     most = max_num_proc if max_num_proc is not None else max_np
-    elastic = (slots, reset_limit, cooldown_range, host_discovery_script)
-    if any(value is not None for value in elastic) or not least == most in (None, ranks):
-        raise NotImplementedError(
-            "gohvd: run: it starts no elastic jobs: use hvdrun, or omit min_num_proc and max_num_proc, or set both to num_proc"
-        )
+    if host_discovery_script is None and least == most == ranks:
+        least = most = None  # some programs say so of a job that is not elastic
     command = [_programs.path_of_hvdrun()]
     options = {
-        "--num-proc": 1 if ranks is None and hosts is None and hostfile is None else ranks,
+        "--num-proc": 1 if all(value is None for value in (ranks, hosts, hostfile, host_discovery_script)) else ranks,
+        "--min-num-proc": least,
+        "--max-num-proc": most,
+        "--slots-per-host": slots,
+        "--reset-limit": reset_limit,
+        "--blacklist-cooldown-range": cooldown_range and ",".join(map(str, cooldown_range)),
+        "--host-discovery-script": host_discovery_script,
         "--hosts": hosts,
         "--hostfile": hostfile,
         "--start-timeout": start_timeout,
@@ -107,20 +112,20 @@ def run(
 
 
 def _results(directory: str, status: int) -> list[Any]:
-    results: dict[int, Any] = {}
+    by_size: dict[int, dict[int, Any]] = {}
     errors = []
-    size = 0
     for name in os.listdir(directory):
-        if name.startswith("result."):
-            with open(os.path.join(directory, name), "rb") as f:
-                rank, size, error, value = pickle.load(f)
-            results[rank] = value
-            if error:
-                errors.append(f"rank {rank}: {error}")
-    if errors or status != 0:
+        with open(os.path.join(directory, name), "rb") as f:
+            if name.startswith("error."):
+                errors.append(f.read().decode())
+            if name.startswith("result."):
+                rank, size, value = pickle.load(f)
+                by_size.setdefault(size, {})[rank] = value
+    if status != 0:
         raise RuntimeError(f"gohvd: run: hvdrun ended with status {status}\n" + "\n".join(sorted(errors)))
-    if not results or len(results) != size:
-        raise RuntimeError(
-            f"gohvd: run: got results only from ranks {sorted(results)}: check that all hosts share {directory}"
-        )
-    return [results[rank] for rank in sorted(results)]
+    # In an elastic job, a rank may have returned sooner than the others, when there were more ranks.
+    for size, results in by_size.items():
+        if len(results) == size:
+            return [results[rank] for rank in range(size)]
+    ranks = sorted({rank for results in by_size.values() for rank in results})
+    raise RuntimeError(f"gohvd: run: got results only from ranks {ranks}: check that all hosts share {directory}")

@@ -6,28 +6,40 @@ import multiprocessing.spawn
 import os
 import pickle
 import sys
+import tempfile
 import traceback
 
 from horovod.runner import _pickler
 
 
+def place() -> tuple[int, int]:
+    """Returns the rank of this process and the number of ranks. In an elastic job they are those at the end."""
+    if "HOROVOD_RANK" in os.environ:
+        return int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    engine = sys.modules.get("gohvd._engine")
+    if engine is None or engine.engine.last_place is None:
+        raise RuntimeError("the function has not called hvd.init(): in an elastic job, every process must become a rank")
+    return engine.engine.last_place.rank, engine.engine.last_place.size
+
+
 def main(directory: str) -> int:
-    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    value, error = None, ""
+    error = ""
     try:
         with open(os.path.join(directory, "call"), "rb") as f:
             multiprocessing.spawn.prepare(pickle.load(f))
             func, args, kwargs = pickle.load(f)
         value = func(*args, **kwargs)
-        data = _pickler.dumps((rank, size, error, value))
+        data = _pickler.dumps((*place(), value))
+        prefix = "result."
     except Exception:
         error = traceback.format_exc()
-        data = pickle.dumps((rank, size, error, None))
         sys.stderr.write(error)
-    path = os.path.join(directory, f"result.{rank}")
-    with open(path + ".new", "wb") as f:
+        who = f"rank {os.environ['HOROVOD_RANK']}" if "HOROVOD_RANK" in os.environ else os.environ["HVD_MEMBER"]
+        data, prefix = f"{who}: {error}".encode(), "error."
+    descriptor, path = tempfile.mkstemp(dir=directory)
+    with os.fdopen(descriptor, "wb") as f:
         f.write(data)
-    os.rename(path + ".new", path)
+    os.rename(path, os.path.join(directory, prefix + os.path.basename(path)))
     return 1 if error else 0
 
 
