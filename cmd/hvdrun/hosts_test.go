@@ -154,6 +154,7 @@ func TestFlagsForOtherHostsAlone(t *testing.T) {
 		{[]string{"--agent", "y", "-H", "localhost,127.0.0.1", "--network-interfaces", "lo"},
 			[]string{"--agent"}},
 		{nil, nil},
+		{[]string{"--agent", "y", "--host-discovery-script", "echo localhost:2", "--network-interfaces", "lo"}, nil},
 		{[]string{"--agent", "env X={host}", "-H", "localhost,h1", "--network-interfaces", "lo"}, nil},
 	} {
 		_, stderr, status := output(t, append(append([]string{"-np", "2"}, c.args...), "true")...)

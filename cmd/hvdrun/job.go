@@ -170,7 +170,9 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 	if err := r.where.splitList(command[0]); err != nil {
 		return nil, err
 	}
-	r.warnings = append(r.warnings, r.where.unusedFlags(flags, j.hosts)...)
+	if r.elasticFlags.discovery == "" {
+		r.warnings = append(r.warnings, r.where.unusedFlags(flags, j.hosts)...)
+	}
 	reader := config.Rank
 	if j.nodes != nil {
 		reader = config.Node
