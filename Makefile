@@ -259,12 +259,12 @@ RAY_PYTHON = $$(scripts/venv.sh ray /usr/bin/python3 'ray[train]==2.60.0' numpy=
 
 .PHONY: test-ray
 test-ray: python-programs ## test jobs on Ray, on a cluster of two nodes on this machine; needs root and PyPI
-	python=$(RAY_PYTHON); $(call TEST_CLUSTER,$$python,ray_jobs)
+	python=$(RAY_PYTHON); $(call TEST_CLUSTER,$$python,ray_jobs.RayTest)
 
 .PHONY: test-ray-train
-test-ray-train: python-programs ## train with Ray Train; needs root and PyPI
+test-ray-train: python-programs ## train with Ray Train, and lose a node in an elastic job; needs root and PyPI
 	python=$(RAY_PYTHON); torch=$$("$$(scripts/new-torch.sh)" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
-	$(call TEST_CLUSTER,$$python,ray_jobs.RayTest.test_ray_train,$$torch)
+	$(call TEST_CLUSTER,$$python,ray_jobs.RayLongTest,$$torch)
 
 .PHONY: test-spark
 test-spark: python-programs ## test jobs on Spark, on a cluster of two workers on this machine; needs root, Java and PyPI

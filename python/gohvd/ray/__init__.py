@@ -1,5 +1,6 @@
-"""Runs jobs on a Ray cluster (docs/clusters.md): ``RayExecutor`` for functions that call ``hvd.init()``, and
-``TorchConfig`` for Ray Train. Needs the extra ``gohvd[ray]``.
+"""Runs jobs on a Ray cluster (docs/clusters.md): ``RayExecutor`` for functions that call ``hvd.init()``,
+``ElasticRayExecutor`` for functions that train in ``hvd.elastic.run``, and ``TorchConfig`` for Ray Train. Needs the extra
+``gohvd[ray]``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .. import __version__, _engine, _exit, _meeting
 from ..exceptions import HorovodInternalError, PeerError
+from .elastic import ElasticRayExecutor, RayHostDiscovery
 
-__all__ = ["RayExecutor", "TorchConfig"]
+__all__ = ["ElasticRayExecutor", "RayExecutor", "RayHostDiscovery", "TorchConfig"]
 
 # If ranks fail because another rank has failed, the error of that rank is waited for.
 _CAUSE_SECONDS = 10.0

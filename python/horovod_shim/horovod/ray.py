@@ -1,5 +1,6 @@
 import sys
 
-import gohvd.ray
+import gohvd.ray.elastic
 
 sys.modules[__name__] = gohvd.ray
+sys.modules[__name__ + ".elastic"] = gohvd.ray.elastic
