@@ -37,7 +37,7 @@ check: readers ## everything CI runs; make -j3 overlaps the waits of the targets
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check race-all test-mpi test-new-torch test-ray wheel-twice wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
+nightly: check race-all test-mpi test-new-torch test-ray wheel-twice wheel wheel-arm64 arm64 asan pytorch-image slurm kubernetes nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
@@ -332,6 +332,20 @@ pytorch-image: ## build deploy/pytorch.Dockerfile with buildah and run its progr
 .PHONY: slurm
 slurm: ## run the scripts of deploy/slurm under a real Slurm; needs root, slurm-wlm and munge
 	GO="$(GO)" PYTHON="$(PYTHON)" scripts/slurm-check.sh
+
+# Files of Go modules with the schemas of Kubernetes and of the operators.
+KUBERNETES_SCHEMAS = k8s.io/kubernetes@v1.37.2/api/openapi-spec/swagger.json \
+	sigs.k8s.io/jobset@v0.8.2/config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml \
+	sigs.k8s.io/lws@v0.6.1/config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml \
+	github.com/kubeflow/trainer/v2@v2.0.0/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml \
+	github.com/kubeflow/training-operator@v1.8.1/manifests/base/crds/kubeflow.org_pytorchjobs.yaml \
+	github.com/kubeflow/mpi-operator@v0.6.0/manifests/base/kubeflow.org_mpijobs.yaml
+
+.PHONY: kubernetes
+kubernetes: python-programs ## check the manifests by the schemas of Kubernetes and its operators, and run their pods; needs root, PyPI and a Go proxy
+	for file in $(KUBERNETES_SCHEMAS); do echo "$${file%%@*}@$$(cut -d/ -f1 <<<"$${file#*@}")"; done | xargs $(GO) mod download
+	cd "$$($(GO) env GOMODCACHE)"; PYTHON="$$($(CURDIR)/scripts/new-torch.sh)" PYTHONPATH="$(CURDIR)/python" \
+		HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" "$(PYTHON)" -B "$(CURDIR)/scripts/kubernetes-check.py" $(KUBERNETES_SCHEMAS)
 
 .PHONY: image
 image: ## build the Dockerfile with buildah and run the example in it
