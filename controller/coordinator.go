@@ -39,6 +39,10 @@ type CoordinatorConfig struct {
 	// Leaders has for each rank the rank that passes on its frames: the leader of its host, or the rank
 	// itself if it has a connection to rank 0. It is nil if all ranks have one.
 	Leaders []topo.Rank
+	// Groups has for each rank the lowest rank with which it shares memory, or the rank itself. The lowest
+	// rank passes on memory between the others, so it is closed after them. It is nil if no ranks share
+	// memory.
+	Groups []topo.Rank
 	// Plan chooses the backend and the algorithm of each response.
 	Plan Planner
 }
@@ -412,7 +416,7 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	if c.needs(r) && (c.state == running || c.state == stopping) {
 		c.fail([]topo.Rank{r}, reason)
 	}
-	c.closeLeader(r)
+	c.closeKept(r)
 }
 
 // Fault fails a rank whose control connection still works, so that the rank receives the verdict too.

@@ -79,12 +79,25 @@ func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
 	}
 }
 
-// leads reports whether a rank that has neither left nor failed is behind the leader r. A leader stays until
-// these ranks are closed.
-func (c *Coordinator) leads(r topo.Rank) bool {
-	return slices.ContainsFunc(c.behind([]topo.Rank{r}), func(f topo.Rank) bool {
-		return !c.ranks[f].closed && !c.ranks[f].lost
-	})
+// keptBy returns the ranks that stay until rank r is closed: its leader, and the lowest rank of its group.
+func (c *Coordinator) keptBy(r topo.Rank) (ranks []topo.Rank) {
+	if leader := c.leaderOf(r); leader != r {
+		ranks = append(ranks, leader)
+	}
+	if c.cfg.Groups != nil && c.cfg.Groups[r] != r {
+		ranks = append(ranks, c.cfg.Groups[r])
+	}
+	return ranks
+}
+
+// keeps reports whether rank r must stay because of a rank that has neither left nor failed.
+func (c *Coordinator) keeps(r topo.Rank) bool {
+	for f := range c.ranks {
+		if k := &c.ranks[f]; !k.closed && !k.lost && slices.Contains(c.keptBy(topo.Rank(f)), r) {
+			return true
+		}
+	}
+	return false
 }
 
 // needs reports whether the job cannot go on without rank r: r has not sent bye, or it leads a rank that has
@@ -113,11 +126,13 @@ func (c *Coordinator) expireLeader(r topo.Rank, u *message.Up) {
 	}
 }
 
-// closeLeader closes the leader of rank r, which is closed or lost, if no rank needs the leader anymore.
-func (c *Coordinator) closeLeader(r topo.Rank) {
-	leader := c.leaderOf(r)
-	if k := &c.ranks[leader]; leader != r && k.bye && !k.closed && c.state == running {
-		c.closeReleased(leader)
+// closeKept closes the ranks that have stayed for rank r, which is closed or lost, if no rank needs them
+// anymore. Rank 0 is not among them, because it is closed last.
+func (c *Coordinator) closeKept(r topo.Rank) {
+	for _, kept := range c.keptBy(r) {
+		if k := &c.ranks[kept]; kept != 0 && k.bye && !k.closed && c.state == running {
+			c.closeReleased(kept)
+		}
 	}
 }
 

@@ -402,18 +402,33 @@ func TestSilenceWithLeaders(t *testing.T) {
 	}
 }
 
-// A leader that has shut down is closed after the ranks that it leads.
-func TestLeaderClosesLast(t *testing.T) {
-	c, w := newLeaderCluster(t, leaderConfig())
-	for _, r := range []int{2, 3, 4} {
-		c.nodes[r].m.Shutdown("", nil)
-		c.settle()
-	}
-	if want := []topo.Rank{3, 4, 2}; !slices.Equal(w.closings, want) {
-		t.Errorf("the ranks are closed in the order %v, want %v", w.closings, want)
-	}
-	if len(w.verdicts) > 0 || c.coord.Closed() {
-		t.Errorf("got verdicts %v, closed %v: ranks 0 and 1 have not left", w.verdicts, c.coord.Closed())
+// A rank that has shut down is closed after the ranks that it leads, or to which it passes on memory.
+func TestClosedLast(t *testing.T) {
+	leaders, groups := leaderConfig().Leaders, []topo.Rank{0, 0, 2, 2, 2}
+	for name, c := range map[string]struct {
+		leaders, groups []topo.Rank
+		leave           []int
+		want            []topo.Rank
+	}{
+		"leader":           {leaders, nil, []int{2, 3, 4}, []topo.Rank{3, 4, 2}},
+		"group":            {nil, groups, []int{2, 3, 4}, []topo.Rank{3, 4, 2}},
+		"leader and group": {leaders, groups, []int{2, 3, 4}, []topo.Rank{3, 4, 2}},
+		"group of rank 0":  {nil, groups, []int{0, 1, 3}, []topo.Rank{1, 3}},
+	} {
+		cfg := leaderConfig()
+		cfg.Leaders, cfg.Groups = c.leaders, c.groups
+		cluster, w := newLeaderCluster(t, cfg)
+		for _, r := range c.leave {
+			cluster.nodes[r].m.Shutdown("", nil)
+			cluster.settle()
+		}
+		if !slices.Equal(w.closings, c.want) {
+			t.Errorf("%s: the ranks are closed in the order %v, want %v", name, w.closings, c.want)
+		}
+		if len(w.verdicts) > 0 || cluster.coord.Closed() {
+			t.Errorf("%s: got verdicts %v, closed %v: not all ranks have left", name, w.verdicts,
+				cluster.coord.Closed())
+		}
 	}
 }
 

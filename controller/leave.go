@@ -328,12 +328,12 @@ func (c *Coordinator) released(r, by topo.Rank) {
 	}
 }
 
-// closeReleased closes rank r, which has sent bye, if no other rank needs it. The leader of a host is closed
-// after the other ranks of the host.
+// closeReleased closes rank r, which has sent bye, if no other rank needs it. A leader, and the lowest rank
+// of a group that shares memory, is closed after the other ranks of its host.
 func (c *Coordinator) closeReleased(r topo.Rank) {
-	if k := &c.ranks[r]; !k.holders.Any() && !k.lost && !c.leads(r) {
+	if k := &c.ranks[r]; !k.holders.Any() && !k.lost && !c.keeps(r) {
 		c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})
 		k.closed = true
-		c.closeLeader(r)
+		c.closeKept(r)
 	}
 }

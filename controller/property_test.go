@@ -78,6 +78,9 @@ func randomRun(t *testing.T, seed uint64) counts {
 	if pick(0, 1) == 1 {
 		cfg.Leaders = randomLeaders(rng, len(cfg.Sets[0].Ranks))
 	}
+	if pick(0, 1) == 1 {
+		cfg.Groups = randomLeaders(rng, len(cfg.Sets[0].Ranks))
+	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
 		true), halfDead: -1}
 	// At a random time the job begins to end in one of five ways: a shutdown after all programs are done, a

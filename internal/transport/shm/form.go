@@ -50,7 +50,7 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch) (failed map[top
 // dissolve frees everything that the setup has created.
 func (m *Mesh) dissolve() error {
 	var errs []error
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		if p.uc != nil {
 			errs = append(errs, p.uc.Close())
 		}
@@ -59,49 +59,51 @@ func (m *Mesh) dissolve() error {
 		errs = append(errs, m.waker.close())
 	}
 	errs = append(errs, m.freeControl())
-	m.peers, m.waker, m.control = nil, nil, nil
+	m.peers, m.linked, m.leads, m.waker, m.control = nil, nil, false, nil, nil
 	return errors.Join(errs...)
 }
 
-// setup connects a rank with the other ranks of its group and exchanges descriptors.
+// setup connects the leader of a group, its lowest rank, with the other ranks, and exchanges descriptors.
 type setup struct {
 	m     *Mesh
 	e     *Endpoint
 	ep    *Epoch
 	group []topo.Rank
-	index int // index of this rank in the group
 
-	layout controlLayout
-	peers  []*peer // by rank; nil for this rank and for ranks outside of the group
+	// own is the layout of this rank's control segment, and theirs that of the control segments of its
+	// peers, except for the sizes of their rings.
+	own, theirs controlLayout
 
 	mu      sync.Mutex
-	claimed map[topo.Rank]bool
+	claimed bool // the leader has connected to this rank
 }
 
-// exchange exchanges descriptors with all peers. It returns when this is done, when it has failed for a peer,
-// or when ctx has ended. It does not close a connection whose handshake is complete, because the peer would
-// take the end of the connection as the death of this rank.
+// exchange exchanges descriptors with the leader, or, at the leader, with all peers. It returns when this is
+// done, when it has failed for a peer, or when ctx has ended. It does not close a connection whose handshake
+// is complete, because the peer would take the end of the connection as the death of this rank.
 func (s *setup) exchange(ctx context.Context) (err error) {
-	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
-	s.index = slices.Index(s.group, s.ep.Rank)
-	s.peers = make([]*peer, len(s.ep.Hosts))
-	s.claimed = make(map[topo.Rank]bool)
-	// dialers[r] is the offer of rank r if rank r dials this rank, else nil.
-	dialers := make([]*Offer, len(s.ep.Hosts))
+	s.m.index = slices.Index(s.group, s.ep.Rank)
+	s.m.leads = s.m.index == 0
+	peers, none := make([]peer, len(s.group)), &map[uint32]chunk{}
 	for i, r := range s.group {
-		if i == s.index {
+		if i == s.m.index {
 			continue
 		}
-		p := &peer{rank: r, index: i}
-		p.outbox.filled.L = &p.outbox.mu
-		p.arenas.Store(&map[uint32]chunk{})
-		s.peers[r] = p
-		s.m.peers = append(s.m.peers, p)
-		if i < s.index {
-			dialers[r] = &s.ep.Offers[r]
+		p := &peers[i]
+		p.rank, p.index = r, i
+		p.arenas.Store(none)
+		if s.m.leads || i == 0 {
+			p.link = new(link)
+			p.outbox.filled.L = &p.outbox.mu
+			s.m.linked = append(s.m.linked, p)
 		}
+		s.m.peers = append(s.m.peers, p)
 	}
-	control, err := shmem.Create("gohvd-control", int64(s.layout.bytes()))
+	s.own, s.theirs = controlLayout{len(s.m.linked), s.e.cfg.RingBytes}, controlLayout{size: 1}
+	if !s.m.leads {
+		s.theirs.size = len(s.m.peers)
+	}
+	control, err := shmem.Create("gohvd-control", int64(s.own.bytes()))
 	if err != nil {
 		return err
 	}
@@ -118,18 +120,19 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	}
 
 	ctx, cancel := context.WithCancel(ctx)
-	results := make(chan error, len(s.group))
+	results := make(chan error, len(s.m.linked)+1) // accept may fail too
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer func() { err = errors.Join(err, s.e.Close()) }() // close the listener, so that accept returns
 	defer cancel()
-	wg.Go(func() { s.accept(ctx, &wg, dialers, results) })
-	for i, r := range s.group {
-		if i > s.index {
-			wg.Go(func() { results <- s.dial(ctx, s.peers[r]) })
+	if s.m.leads {
+		for _, p := range s.m.linked {
+			wg.Go(func() { results <- s.dial(ctx, p) })
 		}
+	} else {
+		wg.Go(func() { s.accept(ctx, &wg, results) })
 	}
-	for range len(s.group) - 1 {
+	for range s.m.linked {
 		select {
 		case err := <-results:
 			if err != nil {
@@ -142,7 +145,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	return nil
 }
 
-// dial connects to the peer p, which has a higher rank. Then it does the handshake and exchanges descriptors.
+// dial connects the leader to the peer p. Then it does the handshake and exchanges descriptors.
 func (s *setup) dial(ctx context.Context, p *peer) error {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, network, s.ep.Offers[p.rank].Socket)
@@ -172,9 +175,9 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	}
 }
 
-// accept accepts connections from the lower ranks until the listener is closed. It starts a goroutine in wg
-// for each connection.
-func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer, results chan<- error) {
+// accept accepts connections until the listener is closed, because other processes than the leader may
+// connect. It starts a goroutine in wg for each connection.
+func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, results chan<- error) {
 	for {
 		uc, err := s.e.ln.AcceptUnix()
 		if errors.Is(err, net.ErrClosed) {
@@ -186,13 +189,13 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 			results <- fmt.Errorf("accept a connection: %w", err)
 			return
 		}
-		wg.Go(func() { s.receive(ctx, uc, dialers, results) })
+		wg.Go(func() { s.receive(ctx, uc, results) })
 	}
 }
 
 // receive does the handshake with a process that has connected. If the handshake fails, receive only logs a
 // warning and closes the connection, because the process may be a stranger.
-func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer, results chan<- error) {
+func (s *setup) receive(ctx context.Context, uc *net.UnixConn, results chan<- error) {
 	refuse := func(err error) {
 		if ctx.Err() == nil {
 			s.e.log.Warn("shm: refused a connection", zap.Error(err))
@@ -204,20 +207,19 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer,
 		return
 	}
 	defer interrupt(ctx, uc)()
-	from, err := acceptHandshake(uc, s.ep, &s.e.offer, dialers)
-	if err != nil {
+	p := s.m.linked[0]
+	if err := acceptHandshake(uc, s.ep, &s.e.offer, p.rank); err != nil {
 		refuse(err)
 		return
 	}
 	s.mu.Lock()
-	twice := s.claimed[from]
-	s.claimed[from] = true
+	twice := s.claimed
+	s.claimed = true
 	s.mu.Unlock()
 	if twice {
-		refuse(fmt.Errorf("rank %d is already connected", from))
+		refuse(fmt.Errorf("rank %d is already connected", p.rank))
 		return
 	}
-	p := s.peers[from]
 	p.uc = uc
 	results <- s.exchangeDescriptors(p)
 }
@@ -234,50 +236,55 @@ func (s *setup) exchangeDescriptors(p *peer) error {
 }
 
 func (s *setup) sendDescriptors(p *peer) error {
-	var fds []int
+	msg := message{kind: controlMessage, size: uint64(s.own.ringBytes), from: uint32(s.m.index)}
+	defer func() { msg.close() }()
 	for _, fd := range []int{s.m.control.FD(), s.m.waker.fd} {
-		dup, err := duplicate(fd)
+		f, err := duplicate(fd)
 		if err != nil {
-			closeAll(fds)
 			return err
 		}
-		fds = append(fds, dup)
+		msg.files = append(msg.files, f)
 	}
-	msg := message{controlMessage, uint32(s.index), uint64(s.layout.ringBytes), fds}
-	return msg.write(p.uc)
+	return s.m.write(p, []message{msg})
 }
 
 func (s *setup) receiveDescriptors(p *peer) error {
-	msg, err := readMessage(p.uc)
+	messages, err := newReader(p.uc, len(s.group)).read()
 	if err != nil {
 		return err
 	}
+	defer closeAll(messages)
+	msg := &messages[0]
 	ringBytes := msg.size
-	if msg.kind != controlMessage || int(msg.id) != p.index || ringBytes < minRingBytes ||
-		ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
-		msg.close()
-		return fmt.Errorf("%w: got a message with kind %d, index %d and ring size %d, want kind %d, index %d and a power of two from %d to %d",
-			errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index, minRingBytes, maxRingBytes)
+	if len(messages) > 1 || msg.kind != controlMessage || int(msg.from) != p.index || msg.to != nil ||
+		ringBytes < minRingBytes || ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
+		return fmt.Errorf("%w: got %d messages, the first with kind %d, index %d and ring size %d, want one with kind %d, index %d and a power of two from %d to %d",
+			errBreach, len(messages), msg.kind, msg.from, ringBytes, controlMessage, p.index, minRingBytes,
+			maxRingBytes)
 	}
-	eventfd := msg.fds[1]
+	eventfd := msg.files[1].fd
 	if err := checkEventfd(eventfd); err != nil {
-		msg.close()
 		return err
 	}
-	other := controlLayout{len(s.group), int(ringBytes)}
-	seg, err := shmem.Map(msg.fds[0])
-	closeAll(msg.fds[:1])
+	other := controlLayout{s.theirs.size, int(ringBytes)}
+	seg, err := shmem.Map(msg.files[0].fd)
 	if err == nil && len(seg.Bytes()) < other.bytes() {
 		err = errors.Join(fmt.Errorf("%w: got a control segment of %d bytes, want at least %d", errBreach,
 			len(seg.Bytes()), other.bytes()), seg.Close())
 	}
 	if err != nil {
-		closeAll([]int{eventfd})
 		return err
 	}
+	msg.files = msg.files[:1] // the peer keeps the eventfd
 	p.control = seg
 	p.waker = peerWaker{eventfd, word32(seg.Bytes(), parkedAt)}
-	p.conn = newConn(s.m.waker, &s.m.deferNotify, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout,
-		other)
+	mine, its := 0, 0
+	if s.m.leads {
+		mine = p.index - 1
+	} else {
+		its = s.m.index - 1
+	}
+	p.conn = newConn(s.m.waker, &s.m.deferNotify, p, s.own.slotOf(s.m.control.Bytes(), mine),
+		other.slotOf(seg.Bytes(), its))
 	return nil
 }

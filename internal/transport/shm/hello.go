@@ -14,7 +14,7 @@ import (
 
 const (
 	magic      = 0x67687368 // "ghsh"
-	version    = 2
+	version    = 3
 	helloBytes = 4 + 4 + 4
 	// maxPacketBytes is larger than the longest packet of a handshake.
 	maxPacketBytes = 256
@@ -70,30 +70,29 @@ func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	return err
 }
 
-// acceptHandshake does the handshake on the side of the acceptor, and returns the rank of the dialer.
-// dialers[r] is the offer of rank r if rank r may connect, else nil.
-func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (topo.Rank, error) {
+// acceptHandshake does the handshake on the side of the acceptor. Only the rank leader may connect.
+func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, leader topo.Rank) error {
 	if err := dial.CheckUser(c); err != nil {
-		return 0, err
+		return err
 	}
 	var b [maxPacketBytes]byte
 	n, err := c.Read(b[:])
 	if err != nil {
-		return 0, err
+		return err
 	}
 	from, err := decodeHello(b[:n])
 	if err != nil {
-		return 0, err
+		return err
 	}
-	if from < 0 || int(from) >= len(dialers) || dialers[from] == nil {
-		return 0, fmt.Errorf("got a connection from rank %d, but only lower ranks of this host may connect",
-			from)
+	if from != leader {
+		return fmt.Errorf("got a connection from rank %d, but only rank %d may connect, the lowest rank of this host",
+			from, leader)
 	}
-	key, purpose, err := proofOf(ep, from, ep.Rank, dialers[from], own)
+	key, purpose, err := proofOf(ep, from, ep.Rank, &ep.Offers[from], own)
 	if err == nil {
 		_, err = key.Accept(&packets{UnixConn: c}, purpose)
 	}
-	return from, err
+	return err
 }
 
 // packets is a connection that carries packets. Read returns the bytes of the packets as a stream.

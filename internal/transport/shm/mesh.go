@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/shmem"
@@ -28,6 +29,10 @@ type Mesh struct {
 	groups   []topo.Rank // by rank, the lowest rank of its group
 	unshared exclusion   // the ranks that are the reason why this host shares no memory
 	peers    []*peer     // the ranks of the group except this rank
+	index    int         // index of this rank in the group
+	leads    bool        // this rank is the leader of the group, and there are other ranks
+	// linked holds the peers with a link: at the leader all peers, at any other rank the leader.
+	linked []*peer
 	// byRank[r] is the peer with rank r. It is nil if rank r is not a peer.
 	byRank []*peer
 
@@ -44,8 +49,8 @@ type Mesh struct {
 	notifyPoller atomic.Pointer[func()]
 	// deferNotify is set by OnNotify. Then Send does not notify the peer, because NotifyPeers will.
 	deferNotify atomic.Bool
-	// reachesOut is true if some ranks are not peers. Then the mesh underneath has Control channels too.
-	reachesOut bool
+	// reachesOut is set when a Control channel of the mesh underneath is in use.
+	reachesOut atomic.Bool
 
 	// lanes holds the lanes in use. Nothing changes a map in place: a goroutine that holds mu stores a
 	// changed copy. isClosed has the same value as closed, for goroutines that do not hold mu.
@@ -60,13 +65,14 @@ type Mesh struct {
 	changed  chan struct{}
 	released transport.LaneSet
 	closed   bool
+	closing  chan struct{} // closed when Close is called
 	ended    chan struct{} // closed when Close is done
 }
 
 func newMesh(e *Endpoint, ep *Epoch) *Mesh {
 	m := &Mesh{
 		log: e.log, rank: ep.Rank, size: len(ep.Hosts), under: ep.Under, group: []topo.Rank{ep.Rank},
-		byRank: make([]*peer, len(ep.Hosts)), ended: make(chan struct{}),
+		byRank: make([]*peer, len(ep.Hosts)), closing: make(chan struct{}), ended: make(chan struct{}),
 	}
 	m.lanes.Store(&map[transport.Lane]*lane{})
 	m.reserved = make(map[transport.Lane]*shmem.Segment)
@@ -78,13 +84,13 @@ func (m *Mesh) begin() error {
 	if len(m.peers) == 0 {
 		return nil
 	}
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		if err := p.uc.SetDeadline(time.Time{}); err != nil { // remove the deadline of the handshake
 			return fmt.Errorf("shm: connect: %w", err)
 		}
 	}
 	m.wg.Go(func() { m.waker.watch(m.wakeAll) })
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		m.wg.Go(func() { p.send(m) })
 		m.wg.Go(func() { p.receive(m) })
 	}
@@ -110,6 +116,14 @@ func (m *Mesh) peer(rank topo.Rank) *peer {
 		return nil
 	}
 	return m.byRank[rank]
+}
+
+// byIndex returns the peer with the given index in the group, or nil if there is no such peer.
+func (m *Mesh) byIndex(index int) *peer {
+	if index >= len(m.group) {
+		return nil
+	}
+	return m.peer(m.group[index])
 }
 
 // await calls check with mu held, first at once and then after each change, until check returns true or an
@@ -152,7 +166,7 @@ func (m *Mesh) announce() {
 // wakeAll wakes every parked goroutine, so that it checks whether it still has to wait. The waker calls
 // wakeAll.
 func (m *Mesh) wakeAll() {
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		p.conn.wake()
 	}
 	m.announce()
@@ -181,14 +195,26 @@ func (m *Mesh) lose(p *peer, err error) {
 	if !errors.Is(err, io.ErrUnexpectedEOF) {
 		m.log.Warn(fmt.Sprintf("shm: lost the connection to rank %d: %v", p.rank, err))
 	}
-	p.conn.lose(err)
+	if m.leads {
+		gone := message{kind: goneMessage, from: uint32(p.index)}
+		if errors.Is(err, errBreach) {
+			gone.id = 1
+		}
+		m.pass(&gone)
+	}
+	if p.link != nil {
+		p.conn.lose(err)
+	}
 	m.wakePoller()
 }
 
 // Conn implements transport.Mesh.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, rank topo.Rank) (transport.Conn, error) {
 	p := m.peer(rank)
-	if id != transport.Control || p == nil {
+	if id == transport.Control && (p == nil || p.link == nil) {
+		m.reachesOut.Store(true)
+	}
+	if id != transport.Control || p == nil || p.link == nil {
 		return m.under.Conn(ctx, id, rank)
 	}
 	err := m.await(ctx, func() (bool, error) {
@@ -233,7 +259,7 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	}
 	m.mu.Unlock()
 	if id == transport.Control {
-		for _, p := range m.peers {
+		for _, p := range m.linked {
 			p.conn.fail(err)
 		}
 		m.announce() // wake the calls of Conn, which then return err
@@ -303,17 +329,18 @@ func (m *Mesh) Close() error {
 		<-m.ended
 		return nil
 	}
+	close(m.closing)
 	defer close(m.ended)
 	if m.unwatch != nil {
 		m.unwatch()
 	}
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		p.conn.fail(transport.ErrClosed)
 		p.outbox.close()
 	}
 	m.wakePoller()
 	var errs []error
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		errs = append(errs, p.uc.Close())
 	}
 	if m.waker != nil {
@@ -349,10 +376,9 @@ func (m *Mesh) unmap() error {
 // form has failed.
 func (m *Mesh) freeControl() error {
 	var errs []error
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		if p.control != nil {
-			errs = append(errs, p.control.Close())
-			closeAll([]int{p.waker.fd})
+			errs = append(errs, p.control.Close(), unix.Close(p.waker.fd))
 		}
 	}
 	if m.waker != nil {
@@ -376,10 +402,10 @@ func (m *Mesh) OnNotify(notify func()) {
 
 // NotifyPeers implements transport.Poller.
 func (m *Mesh) NotifyPeers() {
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		p.conn.notify()
 	}
-	if m.reachesOut {
+	if m.reachesOut.Load() {
 		m.under.NotifyPeers()
 	}
 }
@@ -389,13 +415,13 @@ func (m *Mesh) Park() bool {
 	if !m.parked.Swap(true) && m.waker != nil {
 		m.waker.park()
 	}
-	for _, p := range m.peers {
+	for _, p := range m.linked {
 		if p.conn.taken.Load() && p.conn.waiting() {
 			m.Unpark()
 			return false
 		}
 	}
-	if m.reachesOut && !m.under.Park() {
+	if m.reachesOut.Load() && !m.under.Park() {
 		m.Unpark()
 		return false
 	}
@@ -407,10 +433,10 @@ func (m *Mesh) Unpark() {
 	if m.parked.Swap(false) && m.waker != nil {
 		m.waker.unpark()
 	}
-	if m.reachesOut {
+	if m.reachesOut.Load() {
 		m.under.Unpark()
 	}
 }
 
 // EntersKernel implements transport.Poller.
-func (m *Mesh) EntersKernel() bool { return m.reachesOut }
+func (m *Mesh) EntersKernel() bool { return m.reachesOut.Load() }

@@ -1,13 +1,17 @@
 package shm
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -25,18 +29,17 @@ const (
 	// maxStaleBytes limits the address space that is kept for chunks that the peer has withdrawn. These
 	// chunks use address space, but no memory.
 	maxStaleBytes = 1 << 37
+	// inFlightWait is the time after which a message is sent again that the kernel has refused because the
+	// user has too many descriptors in flight (RLIMIT_NOFILE, see unix(7)).
+	inFlightWait = time.Millisecond
 )
 
-// peer is another rank of the group and the connection to it.
+// peer is another rank of the group.
 type peer struct {
 	rank  topo.Rank
 	index int // index of the peer in the group
-	uc    *net.UnixConn
-	// control is the mapping of the peer's control segment.
-	control *shmem.Segment
-	waker   peerWaker
-	conn    *conn
-	outbox  outbox
+	// link is the connection to the peer. It is nil if neither the peer nor this rank is the leader.
+	*link
 
 	gone atomic.Pointer[error] // why the peer is lost, without its rank; nil while it is connected
 	// arenas holds the arena chunks of the peer by their IDs. Nothing changes a map in place: a changed copy
@@ -50,6 +53,16 @@ type peer struct {
 	// shares is the number of segments that the peer has shared for lanes, except lanes that this rank has
 	// released. It is guarded by the Mesh's mu.
 	shares int
+}
+
+// link is the connection between the leader and another rank of the group.
+type link struct {
+	uc *net.UnixConn
+	// control is the mapping of the peer's control segment.
+	control *shmem.Segment
+	waker   peerWaker
+	conn    *conn
+	outbox  outbox
 }
 
 // chunk is the mapping of a peer's segment. If the segment could not be mapped, chunk holds the reason.
@@ -66,7 +79,7 @@ type outbox struct {
 	closed bool
 }
 
-// put queues m, or drops m if the outbox is closed. In both cases the outbox will close the descriptors of m.
+// put queues m, or closes m if the outbox is closed.
 func (o *outbox) put(m message) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -78,23 +91,32 @@ func (o *outbox) put(m message) {
 	o.filled.Signal()
 }
 
-// next waits for a message and removes it from the queue. It returns false when the outbox is closed.
-func (o *outbox) next() (message, bool) {
+// next waits for messages and removes those from the queue that fit into a packet. It returns none when the
+// outbox is closed.
+func (o *outbox) next() []message {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for len(o.queue) == 0 && !o.closed {
 		o.filled.Wait()
 	}
 	if o.closed {
-		return message{}, false
+		return nil
 	}
-	m := o.queue[0]
-	o.queue[0] = message{}
-	o.queue = o.queue[1:]
+	n, fds := 0, 0
+	for ; n < min(len(o.queue), maxBatch); n++ {
+		m := &o.queue[n]
+		fds += len(m.files)
+		if n > 0 && (fds > maxFDs || !bytes.Equal(m.to, o.queue[0].to)) {
+			break
+		}
+	}
+	messages := slices.Clone(o.queue[:n])
+	clear(o.queue[:n])
+	o.queue = o.queue[n:]
 	if len(o.queue) == 0 {
 		o.queue = nil
 	}
-	return m, true
+	return messages
 }
 
 // close closes the outbox and drops the queued messages.
@@ -102,9 +124,7 @@ func (o *outbox) close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.closed = true
-	for i := range o.queue {
-		o.queue[i].close()
-	}
+	closeAll(o.queue)
 	o.queue = nil
 	o.filled.Broadcast()
 }
@@ -114,11 +134,13 @@ func (o *outbox) close() {
 func (p *peer) send(m *Mesh) {
 	defer p.outbox.close()
 	for {
-		msg, ok := p.outbox.next()
-		if !ok {
+		messages := p.outbox.next()
+		if messages == nil {
 			return
 		}
-		if err := msg.write(p.uc); err != nil {
+		err := m.write(p, messages)
+		closeAll(messages)
+		if err != nil {
 			// If the peer has gone, send does not report that. receive does, after it has handled all
 			// messages that the peer had sent.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
@@ -129,15 +151,34 @@ func (p *peer) send(m *Mesh) {
 	}
 }
 
+// write sends messages to p. While the user has too many descriptors in flight in Unix connections, write
+// waits until receivers have taken some.
+func (m *Mesh) write(p *peer, messages []message) error {
+	for {
+		err := writePacket(p.uc, messages)
+		if !errors.Is(err, unix.ETOOMANYREFS) {
+			return err
+		}
+		select {
+		case <-time.After(inFlightWait):
+		case <-m.closing:
+			return err
+		}
+	}
+}
+
 // receive handles the messages of the peer. It returns when the peer has gone or has violated the protocol,
 // or when the mesh is closed.
 func (p *peer) receive(m *Mesh) {
+	in := newReader(p.uc, len(m.group))
 	for {
-		msg, err := readMessage(p.uc)
-		if err == nil {
-			err = p.handle(m, &msg)
-			msg.close() // safe, because a mapping stays valid when its descriptor is closed
+		messages, err := in.read()
+		for i := range messages {
+			if err == nil {
+				err = m.handle(p, &messages[i])
+			}
 		}
+		closeAll(messages) // safe, because a mapping stays valid when its descriptor is closed
 		if err != nil {
 			m.lose(p, err)
 			return
@@ -145,13 +186,88 @@ func (p *peer) receive(m *Mesh) {
 	}
 }
 
-// handle processes a message. It returns an error if the message violates the protocol.
+// handle processes a message from the peer at the other end of a connection. It returns an error if the
+// message violates the protocol.
+func (m *Mesh) handle(p *peer, msg *message) error {
+	if !m.leads {
+		origin := m.byIndex(int(msg.from))
+		if origin == nil || msg.to != nil {
+			return fmt.Errorf("%w: got a message of rank %d of the host, for %d ranks", errBreach, msg.from,
+				len(msg.to))
+		}
+		if msg.kind == goneMessage {
+			return m.told(p, origin, msg.id)
+		}
+		if origin.gone.Load() != nil {
+			return nil
+		}
+		err := origin.handle(m, msg)
+		if err == nil || origin == p {
+			return err
+		}
+		m.lose(origin, err) // the leader has only passed on the message
+		return nil
+	}
+	if int(msg.from) != p.index {
+		return fmt.Errorf("%w: got a message of rank %d of the host, want %d", errBreach, msg.from, p.index)
+	}
+	if msg.kind == goneMessage {
+		return fmt.Errorf("%w: got a message of kind %d, which only the leader may send", errBreach, msg.kind)
+	}
+	if msg.to.has(m.index) {
+		if err := p.handle(m, msg); err != nil {
+			return err
+		}
+	}
+	m.pass(msg)
+	return nil
+}
+
+// pass puts a message of a rank of the group into the outboxes of its recipients, except that of the rank
+// itself.
+func (m *Mesh) pass(msg *message) {
+	for _, p := range m.linked {
+		if uint32(p.index) != msg.from && msg.to.has(p.index) {
+			copied := msg.share()
+			copied.to = nil
+			p.outbox.put(copied)
+		}
+	}
+}
+
+// post sends a message of this rank to the peers in to, or to all peers if to is nil. It takes over the use
+// of the descriptors.
+func (m *Mesh) post(msg message) {
+	msg.from = uint32(m.index)
+	if !m.leads {
+		m.linked[0].outbox.put(msg)
+		return
+	}
+	m.pass(&msg)
+	msg.close()
+}
+
+// told handles a goneMessage of the leader p about the rank origin.
+func (m *Mesh) told(p, origin *peer, breach uint32) error {
+	switch {
+	case origin == p || breach > 1:
+		return fmt.Errorf("%w: got a message that rank %d has gone, with the reason %d", errBreach,
+			origin.rank, breach)
+	case breach == 1:
+		m.lose(origin, fmt.Errorf("rank %d reports: %w", p.rank, errBreach))
+	default:
+		m.lose(origin, io.ErrUnexpectedEOF)
+	}
+	return nil
+}
+
+// handle processes a message of this peer, which may have come through the leader.
 func (p *peer) handle(m *Mesh, msg *message) error {
 	switch msg.kind {
 	case shareMessage:
 		return m.shared(p, transport.Lane(msg.id), msg)
 	case arenaMessage:
-		seg, err := mapSegment(msg.fds[0], msg.size)
+		seg, err := mapSegment(msg.files[0].fd, msg.size)
 		if errors.Is(err, errBreach) {
 			return err
 		}
@@ -264,7 +380,7 @@ func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, er
 		if gone := p.gone.Load(); gone != nil {
 			return false, &transport.PeerError{Peer: rank, Lane: transport.Control, Err: *gone}
 		}
-		return false, nil
+		return false, m.leaderGone(transport.Control)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("shm: get arena chunk %d of rank %d: %w", id, rank, err)

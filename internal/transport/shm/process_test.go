@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -193,8 +194,14 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 				_, err = c.Read(make([]byte, 1))
 			}
 			var p *transport.PeerError
-			if !errors.As(err, &p) || p.Peer != r || m.Err(1, r) == nil {
-				return fmt.Errorf("read from rank %d: %v, %v", r, err, m.Err(1, r))
+			if !errors.As(err, &p) || p.Peer != r {
+				return fmt.Errorf("read from rank %d: %v", r, err)
+			}
+			for m.Err(1, r) == nil { // the leader tells the others
+				if err := ctx.Err(); err != nil {
+					return fmt.Errorf("rank %d has not gone: %w", r, err)
+				}
+				runtime.Gosched()
 			}
 			gone = append(gone, fmt.Sprint(r))
 		}

@@ -19,8 +19,8 @@ const (
 	// parkedAt is the offset of a u32 that is 1 while a goroutine of the owner is parked. A peer that sends
 	// something must then write to the eventfd of the owner.
 	parkedAt = 0
-	// slotsAt is the offset of the slots. There is one slot for each rank of the group, in the order of the
-	// group. The slot of the owner itself is not used.
+	// slotsAt is the offset of the slots. At the leader there is one slot for each other rank of the group,
+	// in the order of the group. At any other rank there is one slot, for the leader.
 	slotsAt = lineBytes
 	// These are the offsets of words in a slot. At headAt is a u64, the number of bytes that the owner has
 	// written for the rank of the slot. At fullAt is a u32, which is not 0 while the owner has more bytes for
@@ -36,7 +36,7 @@ const (
 	pageBytes = 4096
 )
 
-// controlLayout computes the offsets in a control segment. size is the number of ranks in the group.
+// controlLayout computes the offsets in a control segment. size is the number of slots.
 type controlLayout struct{ size, ringBytes int }
 
 func (l controlLayout) slot(index int) int { return slotsAt + index*slotBytes }
@@ -45,10 +45,17 @@ func (l controlLayout) ringOffset(index int) int {
 	return (slotsAt+l.size*slotBytes+pageBytes-1)/pageBytes*pageBytes + index*l.ringBytes
 }
 
+// slot is a slot of a control segment, and the ring of the same rank.
+type slot struct{ words, ring []byte }
+
+func (l controlLayout) slotOf(segment []byte, index int) slot {
+	return slot{segment[l.slot(index):][:slotBytes], segment[l.ringOffset(index):][:l.ringBytes]}
+}
+
 func (l controlLayout) bytes() int { return l.ringOffset(l.size) }
 
-// word32 returns a pointer to the u32 in the segment b whose byte offset is at. A segment is aligned to a
-// page and larger than any offset, so the pointer is aligned and inside the segment.
+// word32 returns a pointer to the u32 in b whose byte offset is at. b is a segment, which is aligned to a
+// page, or a slot of one, so the pointer is aligned.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
 func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
 
@@ -100,19 +107,19 @@ type conn struct {
 	werr    error
 }
 
-func newConn(w *waker, deferNotify *atomic.Bool, p *peer, own, theirs []byte, index int, layout,
-	other controlLayout) *conn {
-	mine, its := layout.slot(p.index), other.slot(index)
+// newConn returns the channel to p. own is the slot for p in this rank's segment, and theirs is the slot for
+// this rank in the segment of p.
+func newConn(w *waker, deferNotify *atomic.Bool, p *peer, own, theirs slot) *conn {
 	c := &conn{
 		peer: p.rank, waker: w, peerWaker: &p.waker, lane: transport.Control, deferNotify: deferNotify,
-		in:     theirs[other.ringOffset(index):][:other.ringBytes],
-		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt),
-		inOpen:  word32(theirs, its+openAt),
-		inTail:  word64(own, mine+tailAt),
-		out:     own[layout.ringOffset(p.index):][:layout.ringBytes],
-		outHead: word64(own, mine+headAt), outFull: word32(own, mine+fullAt),
-		outOpen: word32(own, mine+openAt),
-		outTail: word64(theirs, its+tailAt),
+		in:     theirs.ring,
+		inHead: word64(theirs.words, headAt), inFull: word32(theirs.words, fullAt),
+		inOpen:  word32(theirs.words, openAt),
+		inTail:  word64(own.words, tailAt),
+		out:     own.ring,
+		outHead: word64(own.words, headAt), outFull: word32(own.words, fullAt),
+		outOpen: word32(own.words, openAt),
+		outTail: word64(theirs.words, tailAt),
 	}
 	c.arrived.L, c.emptied.L = &c.reading, &c.writing
 	return c

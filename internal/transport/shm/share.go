@@ -115,7 +115,7 @@ func (m *Mesh) Err(id transport.Lane, rank topo.Rank) error {
 
 // Share implements Sharer.
 func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error) {
-	to, err := m.beginShare(id, peers)
+	to, recipients, err := m.beginShare(id, peers)
 	if err != nil {
 		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
 	}
@@ -135,12 +135,13 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 		return nil, fmt.Errorf("shm: share lane %d: %w", id, errors.Join(err, seg.Close()))
 	}
 	l.own = seg
-	for _, p := range to {
-		fd, err := duplicate(seg.FD())
+	if recipients > 0 {
+		f, err := duplicate(seg.FD())
 		if err != nil {
-			return nil, fmt.Errorf("shm: share lane %d with rank %d: %w", id, p.rank, err)
+			return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
 		}
-		p.outbox.put(message{shareMessage, uint32(id), uint64(len(seg.Bytes())), []int{fd}})
+		m.post(message{kind: shareMessage, id: uint32(id), size: uint64(len(seg.Bytes())), to: to,
+			files: []*file{f}})
 	}
 	return seg.Bytes(), nil
 }
@@ -162,40 +163,47 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare checks and records a call of Share. It returns the peers with the given ranks. If Share was
-// called for the lane before, it returns an error.
-func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
-	var to []*peer
+// beginShare checks and records a call of Share. It returns the set of the ranks that get the segment, which
+// is nil if all ranks of the group do, and the number of those that are not this rank. If Share was called
+// for the lane before, it returns an error.
+func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) (to rankSet, recipients int, err error) {
+	to = newRankSet(len(m.group))
 	for _, r := range ranks {
 		if r == m.rank {
 			continue
 		}
 		p := m.peer(r)
 		if p == nil {
-			return nil, fmt.Errorf("rank %d: %w", r, errNoPeer)
+			return nil, 0, fmt.Errorf("rank %d: %w", r, errNoPeer)
 		}
-		to = append(to, p)
+		if !to.has(p.index) {
+			to.add(p.index)
+			recipients++
+		}
+	}
+	if recipients == len(m.peers) {
+		to = nil
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	l, err := m.lane(id)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	if e := l.err.Load(); e != nil {
-		return nil, *e
+		return nil, 0, *e
 	}
 	if l.sharing {
-		return nil, errors.New("this rank has already shared its memory for the lane")
+		return nil, 0, errors.New("this rank has already shared its memory for the lane")
 	}
 	l.sharing = true
-	return to, nil
+	return to, recipients, nil
 }
 
 // shared handles a shareMessage. It maps the segment that a peer shares for a lane. If the message violates
 // the protocol, shared returns an error.
 func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
-	seg, err := mapSegment(msg.fds[0], msg.size)
+	seg, err := mapSegment(msg.files[0].fd, msg.size)
 	if errors.Is(err, errBreach) {
 		return err
 	}
@@ -259,7 +267,7 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 		if e := l.gone[p.index].Load(); e != nil {
 			return false, *e
 		}
-		return false, nil
+		return false, m.leaderGone(id)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("shm: get the segment of rank %d for lane %d: %w", rank, id, err)
@@ -270,29 +278,35 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 // offer shares an arena chunk of this process with all peers. offer and withdraw only queue messages, because
 // package arena holds its lock while it calls them.
 func (m *Mesh) offer(c arena.Chunk) {
-	size := uint64(len(c.Segment.Bytes()))
 	// Seal the chunk before a peer gets a descriptor, because peers must not write to the chunk.
-	sealed := c.Segment.Seal()
-	for _, p := range m.peers {
-		fd, err := -1, sealed
-		if err == nil {
-			fd, err = duplicate(c.Segment.FD())
-		}
-		if err != nil {
-			var errno unix.Errno
-			errors.As(err, &errno)
-			m.log.Warn(fmt.Sprintf("shm: cannot send the descriptor of arena chunk %d to rank %d: %v", c.ID,
-				p.rank, err))
-			p.outbox.put(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
-			continue
-		}
-		p.outbox.put(message{arenaMessage, c.ID, size, []int{fd}})
+	err := c.Segment.Seal()
+	var f *file
+	if err == nil {
+		f, err = duplicate(c.Segment.FD())
 	}
+	if err != nil {
+		var errno unix.Errno
+		errors.As(err, &errno)
+		m.log.Warn(fmt.Sprintf("shm: cannot send the descriptor of arena chunk %d: %v", c.ID, err))
+		m.post(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
+		return
+	}
+	m.post(message{kind: arenaMessage, id: c.ID, size: uint64(len(c.Segment.Bytes())), files: []*file{f}})
 }
 
 // withdraw tells all peers that an arena chunk of this process is no longer shared.
-func (m *Mesh) withdraw(id uint32) {
-	for _, p := range m.peers {
-		p.outbox.put(message{kind: dropMessage, id: id})
+func (m *Mesh) withdraw(id uint32) { m.post(message{kind: dropMessage, id: id}) }
+
+// leaderGone returns an error for the lane if the leader, another rank, has gone. Then no more segments can
+// arrive from any rank.
+func (m *Mesh) leaderGone(id transport.Lane) error {
+	if m.leads || len(m.linked) == 0 {
+		return nil
 	}
+	gone := m.linked[0].gone.Load()
+	if gone == nil {
+		return nil
+	}
+	return &transport.PeerError{Peer: m.group[0], Lane: id,
+		Err: fmt.Errorf("it passes on the memory of the other ranks of its host: %w", *gone)}
 }

@@ -510,6 +510,133 @@ func TestBreaches(t *testing.T) {
 	}
 }
 
+// TestPassedOn lets rank 1 of three send messages to rank 0, the leader, which passes them on to rank 2. Each
+// message must reach rank 2, and if it violates the protocol, ranks 0 and 2 must blame the right rank.
+func TestPassedOn(t *testing.T) {
+	unsealed := func(t *testing.T) int {
+		fd, err := unix.MemfdCreate("test", 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Ftruncate(fd, 4096); err != nil {
+			t.Fatal(err)
+		}
+		return fd
+	}
+	const none = topo.Rank(-1)
+	for name, c := range map[string]struct {
+		send     func(t *testing.T, meshes []*shm.Mesh)
+		at0, at2 topo.Rank // the rank that ranks 0 and 2 give up
+	}{
+		"dropped unknown": {func(_ *testing.T, m []*shm.Mesh) { m[1].Put(0, shm.DropMessage, 1<<30, 0) }, 1, 1},
+		"not sealed": {func(t *testing.T, m []*shm.Mesh) {
+			m[1].Put(0, shm.ArenaMessage, 1<<30, 4096, unsealed(t))
+		}, 1, 1},
+		"in the name of another rank": {func(_ *testing.T, m []*shm.Mesh) {
+			m[1].PutFrom(2, 0, shm.KeptMessage, 1<<30, 1)
+		}, 1, 1},
+		"gone": {func(_ *testing.T, m []*shm.Mesh) { m[1].Put(0, shm.GoneMessage, 0, 0) }, 1, 1},
+		"closed": {func(t *testing.T, m []*shm.Mesh) {
+			if err := m[1].Close(); err != nil {
+				t.Error(err)
+			}
+		}, 1, 1},
+		"the leader has gone": {func(_ *testing.T, m []*shm.Mesh) { m[0].Put(2, shm.GoneMessage, 0, 0) }, none, 0},
+		"an unknown reason":   {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(1, 2, shm.GoneMessage, 2, 0) }, none, 0},
+		"the rank itself":     {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(2, 2, shm.GoneMessage, 0, 0) }, none, 0},
+		"only rank 2 sees it": {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(1, 2, shm.DropMessage, 1<<30, 0) }, none, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			shared := onOneHost(t, shm.Config{}, 3)
+			var meshes []*shm.Mesh
+			for _, m := range shared {
+				meshes = append(meshes, shm.Inner(m))
+			}
+			c.send(t, meshes)
+			for at, blamed := range map[int]topo.Rank{0: c.at0, 2: c.at2} {
+				if blamed != none {
+					within(t, fmt.Sprintf("rank %d does not notice", at), func() bool {
+						return shared[at].Err(9, blamed) != nil
+					})
+					wantPeer(t, "err", shared[at].Err(9, blamed), 9, blamed)
+				}
+				for r := range topo.Rank(3) {
+					if err := shared[at].Err(9, r); r != blamed && err != nil {
+						t.Errorf("rank %d gives up rank %d: %v", at, r, err)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestLeaderGone checks that a rank stops waiting for memory if the leader, which would pass it on, has gone.
+func TestLeaderGone(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 3)
+	waiting := make(chan error, 2)
+	go func() {
+		_, err := meshes[2].Peer(t.Context(), 5, 1)
+		waiting <- err
+		_, err = meshes[2].Arena(t.Context(), 1, 1<<30)
+		waiting <- err
+	}()
+	if err := meshes[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	wantPeer(t, "peer", <-waiting, 5, 0)
+	wantPeer(t, "arena", <-waiting, transport.Control, 0)
+	if err := meshes[2].Err(5, 1); err != nil {
+		t.Errorf("rank 1 has not gone: %v", err)
+	}
+}
+
+// TestManyRanks connects 40 ranks of a host. All ranks but the leader must have one connection, and all must
+// get the segments of all others, in more messages than fit into a packet. A segment that is shared with a
+// few ranks must reach only these.
+func TestManyRanks(t *testing.T) {
+	const size = 40
+	meshes := onOneHost(t, shm.Config{RingBytes: 4096}, size)
+	for r, m := range meshes {
+		want := 1
+		if r == 0 {
+			want = size - 1
+		}
+		if got := shm.Inner(m).Links(); got != want {
+			t.Errorf("rank %d: got %d connections, want %d", r, got, want)
+		}
+		for lane := transport.Lane(1); lane <= 3; lane++ {
+			b, err := m.Share(lane, 4096, m.Group())
+			if err != nil {
+				t.Fatal(err)
+			}
+			b[lane] = byte(r)
+		}
+		if _, err := m.Share(4, 4096, []topo.Rank{0, topo.Rank(size - 1 - r)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for r, m := range meshes {
+		for p := range topo.Rank(size) {
+			for lane := transport.Lane(1); lane <= 3; lane++ {
+				b, err := m.Peer(t.Context(), lane, p)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if b[lane] != byte(p) {
+					t.Errorf("rank %d: lane %d: got %d from rank %d", r, lane, b[lane], p)
+				}
+			}
+		}
+		if _, err := m.Peer(t.Context(), 4, topo.Rank(size-1-r)); err != nil {
+			t.Error(err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	_, err := meshes[3].Peer(ctx, 4, 5) // rank 5 has shared lane 4 only with ranks 0 and 34
+	wantErr(t, "peer", err, context.DeadlineExceeded)
+}
+
 // TestArenaIsSealed checks that each chunk is sealed before its descriptor is sent to peers. The allocator
 // does not seal chunks, because a sidecar must be able to write to them.
 func TestArenaIsSealed(t *testing.T) {

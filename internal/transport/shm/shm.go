@@ -2,12 +2,13 @@
 // memory.
 //
 // A rank opens an Endpoint and publishes its Offer with its check-in record. When it knows all offers and has
-// a mesh that reaches all ranks (package tcp), it calls Connect. The ranks of one host then connect over Unix
-// sockets and authenticate each other on these connections. After that, they send each other file
-// descriptors. They agree on whether all of this has succeeded: either all ranks of a host share memory or
-// none does. In the mesh that Connect returns, the Control lane between ranks of the host is in shared
-// memory, and all other lanes use the mesh underneath. The backends get memory for their lanes through
-// Sharer. docs/execution.md describes the formats, and what happens when a rank dies.
+// a mesh that reaches all ranks (package tcp), it calls Connect. The lowest rank of a host, the leader, then
+// connects to each other rank of the host over a Unix socket, and both ends authenticate each other. After
+// that, ranks send file descriptors to the leader, which passes them on, and the leader tells the others
+// which rank has gone. They agree on whether all of this has succeeded: either all ranks of a host share
+// memory or none does. In the mesh that Connect returns, the Control lane between the leader and another rank
+// of the host is in shared memory, and all other channels use the mesh underneath. The backends get memory
+// for their lanes through Sharer. docs/execution.md describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //
@@ -16,7 +17,9 @@
 //     before that, the next process that makes a folder with package rundir removes the socket.
 //  3. A Unix connection ends exactly when one of its two processes ends or closes its mesh. No rank closes a
 //     connection before it gives up the mesh.
-//  4. Connections and memory belong to one epoch. The next epoch makes new ones.
+//  4. A leader that closes its mesh passes on no more memory. So the others must not need it any more, or must
+//     have been told that the epoch has failed.
+//  5. Connections and memory belong to one epoch. The next epoch makes new ones.
 package shm
 
 import (
@@ -55,7 +58,8 @@ type Config struct {
 	RuntimeDir string
 	// RingBytes is the size of the ring to each peer: the number of bytes that can be sent on the Control
 	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
-	// A rank allocates one ring for each peer on its host. The default is 64 KiB.
+	// The leader allocates one ring for each peer on its host, any other rank one for the leader. The default
+	// is 64 KiB.
 	RingBytes int
 	// HandshakeTimeout is the time limit for the handshake, counted from the time when the peer connects. The
 	// default is 10 s.
@@ -210,7 +214,6 @@ func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	if err := errors.Join(e.Close(), m.begin()); err != nil {
 		return nil, errors.Join(err, m.Close())
 	}
-	m.reachesOut = len(m.group) < len(ep.Hosts)
 	return m, nil
 }
 

@@ -3,12 +3,15 @@ package shm
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"net"
+	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -52,15 +55,22 @@ func FuzzHello(f *testing.F) {
 	})
 }
 
-func FuzzMessage(f *testing.F) {
-	f.Add((&message{kind: shareMessage, id: 3, size: 4096}).encode(), 1)
+func FuzzPacket(f *testing.F) {
+	f.Add(encodePacket([]message{{kind: shareMessage, id: 3, size: 4096, to: rankSet{1, 2}}}), 1)
+	f.Add(encodePacket([]message{{kind: goneMessage, id: 1, from: 9}, {kind: arenaMessage, id: 1}}), 1)
 	f.Fuzz(func(t *testing.T, b []byte, fds int) {
-		m, err := decodeMessage(b, make([]int, max(0, min(fds, 10))))
+		messages, err := decodePacket(b, make([]int, max(0, min(fds, 10))), 10)
 		if err != nil {
 			return
 		}
-		if again := m.encode(); !bytes.Equal(again, b) || len(m.fds) != numFDs[m.kind] {
-			t.Errorf("got %x with %d descriptors, want %x with %d", again, len(m.fds), b, fds)
+		used := 0
+		for _, m := range messages {
+			if used += len(m.files); len(m.files) != numFDs[m.kind] {
+				t.Errorf("got %d descriptors in a message of kind %d", len(m.files), m.kind)
+			}
+		}
+		if again := encodePacket(messages); !bytes.Equal(again, b) || used != fds {
+			t.Errorf("got %x with %d descriptors, want %x with %d", again, used, b, fds)
 		}
 	})
 }
@@ -104,11 +114,8 @@ func TestHandshake(t *testing.T) {
 				defer uc.Close()
 				ep := c.acceptor
 				ep.Rank = 1
-				from, err := acceptHandshake(uc, &ep, &good[1], []*Offer{&c.ofDialer, nil, nil})
-				if err == nil && from != c.rank {
-					err = fmt.Errorf("accepted rank %d", from)
-				}
-				accepted <- err
+				ep.Offers = []Offer{c.ofDialer, {}, {}}
+				accepted <- acceptHandshake(uc, &ep, &good[1], 0)
 			}()
 			uc, err := net.DialUnix(network, nil, ln.Addr().(*net.UnixAddr))
 			if err != nil {
@@ -129,6 +136,89 @@ func TestHandshake(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestInFlight sends descriptors until the kernel refuses more, because too many of the user are in flight.
+// The next message must wait until the peer has received some, or until the mesh is closed.
+func TestInFlight(t *testing.T) {
+	const limit, rounds = 64, 50
+	var old unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
+			t.Error(err)
+		}
+	}()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var conns []*net.UnixConn
+	for _, fd := range fds {
+		f := os.NewFile(uintptr(fd), "socket")
+		c, err := net.FileConn(f)
+		if err := errors.Join(err, f.Close()); err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		conns = append(conns, c.(*net.UnixConn))
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: limit, Max: old.Max}); err != nil {
+		t.Fatal(err)
+	}
+	packet := make([]message, 1) // of descriptors that nobody maps
+	packet[0] = message{kind: arenaMessage, files: []*file{newFile(int(os.Stdin.Fd()))}}
+	m, p := &Mesh{closing: make(chan struct{})}, &peer{link: &link{uc: conns[0]}}
+	ended := make(chan error)
+	go func() {
+		runtime.LockOSThread() // and never unlocked, so that the thread ends with its lack of capabilities
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var none [2]unix.CapUserData
+		if err := unix.Capset(&header, &none[0]); err != nil {
+			ended <- err
+			return
+		}
+		refused := func() (err error) {
+			for sent := 0; err == nil && sent < 100*limit; sent++ {
+				err = writePacket(conns[0], packet)
+			}
+			return err
+		}
+		for range rounds {
+			ended <- refused()
+			ended <- m.write(p, packet)
+		}
+		ended <- refused()
+		close(m.closing)
+		ended <- m.write(p, packet)
+	}()
+	in := newReader(conns[1], 2)
+	for round := range rounds + 1 {
+		if err := <-ended; !errors.Is(err, unix.ETOOMANYREFS) {
+			t.Fatalf("got %v from the kernel, want %v", err, unix.ETOOMANYREFS)
+		}
+		if round == rounds {
+			break
+		}
+		for range 100 {
+			runtime.Gosched() // let the message be refused before the peer receives the others
+		}
+		for range limit / 2 {
+			messages, err := in.read()
+			if err != nil {
+				t.Fatal(err)
+			}
+			closeAll(messages)
+		}
+		if err := <-ended; err != nil {
+			t.Fatalf("got %v after the peer has received descriptors, want no error", err)
+		}
+	}
+	if err := <-ended; !errors.Is(err, unix.ETOOMANYREFS) {
+		t.Errorf("got %v when the mesh was closed, want %v", err, unix.ETOOMANYREFS)
 	}
 }
 
