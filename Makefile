@@ -107,10 +107,11 @@ asan: ## test the C code for NCCL and CUDA with the address sanitizer
 	scripts/tested.sh --note asan
 
 .PHONY: deaths
-deaths: ## test every death (in operations and in Init), fault, cut and ending five times; every fault in every kind of job three times; 20 random ones on two levels and of nodes
+deaths: ## test every death (in operations and in Init), fault, cut and ending five times; every fault in every kind of job three times; 20 random ones on two levels and of nodes; the death of one of 256 ranks
 	$(GO) test -count 1 -timeout 0 -run 'Kill$$|Faults|DeathInInit|Endings|ConnectionIsCut' ./internal/e2e -args -whole 5
 	$(GO) test -count 1 -timeout 0 -run FaultTable -v ./internal/e2e -args -whole 3 -mpi
 	$(GO) test -count 1 -timeout 0 -run FailuresOnTwoLevels -v ./internal/e2e -args -whole 20
+	$(GO) test -count 1 -timeout 0 -run KillOneOfMany -v ./internal/e2e -args -many 256
 	$(GO) test -count 10 -run KillAndReturn -v ./ps
 
 .PHONY: conformance

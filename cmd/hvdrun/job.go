@@ -49,6 +49,12 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 
+	if !j.several {
+		for _, text := range doctor.Here(r.env).Crowded(j.np) {
+			fmt.Fprintf(r.stderr, "hvdrun: warning: %s\n", text)
+		}
+	}
+
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	key, text := secret.New()

@@ -1,5 +1,5 @@
-// Package cgroup reads how much memory and processor time Linux leaves to this process: the memory of the
-// machine, and the limits of the control groups (cgroups(7)) of version 1 and 2.
+// Package cgroup reads how much memory, processor time and processes Linux leaves to this process: the memory
+// of the machine, and the limits of the control groups (cgroups(7)) of version 1 and 2.
 //
 // The argument root of each function is the root of the file system, with the folders /proc and /sys.
 package cgroup
@@ -55,6 +55,19 @@ func LeastMemory(root fs.FS) (least MemoryLimit, limited bool) {
 		}
 	}
 	return least, limited
+}
+
+// LeastTasks returns the least number of processes and threads that the cgroups still permit, and the file
+// with the limit, relative to the root. If there is no limit, limited is false.
+func LeastTasks(root fs.FS) (left uint64, file string, limited bool) {
+	for g := range cgroups(root, "pids") {
+		most, err1 := strconv.ParseUint(g.read("pids.max"), 10, 64) // "max" means no limit
+		used, err2 := strconv.ParseUint(g.read("pids.current"), 10, 64)
+		if n := most - min(most, used); errors.Join(err1, err2) == nil && (!limited || n < left) {
+			left, file, limited = n, path.Join(g.dir, "pids.max"), true
+		}
+	}
+	return left, file, limited
 }
 
 // Quota is the processor time that a cgroup permits, as a number of cores.

@@ -1,6 +1,7 @@
 package cgroup
 
 import (
+	"maps"
 	"testing"
 	"testing/fstest"
 )
@@ -65,6 +66,31 @@ func TestLeastMemory(t *testing.T) {
 		m, limited := LeastMemory(rootWith(c.files))
 		if limited != (c.left >= 0) || limited && (m.Left != uint64(c.left) || m.File != top+c.file) {
 			t.Errorf("%s: got %+v, limited %v, want %d bytes by %s", name, m, limited, c.left, c.file)
+		}
+	}
+}
+
+// TestLeastTasks checks that the cgroup that permits the fewest further processes decides.
+func TestLeastTasks(t *testing.T) {
+	const self, job = "proc/self/cgroup", "sys/fs/cgroup/job/"
+	for name, c := range map[string]struct {
+		files map[string]string
+		left  int64 // -1 means no limit
+	}{
+		"none":      {nil, -1},
+		"unlimited": {map[string]string{job + "pids.max": "max\n", job + "pids.current": "3\n"}, -1},
+		"limited":   {map[string]string{job + "pids.max": "2048\n", job + "pids.current": "48\n"}, 2000},
+		"over":      {map[string]string{job + "pids.max": "10\n", job + "pids.current": "48\n"}, 0},
+		"step": {map[string]string{
+			self: "0::/job/step\n", job + "pids.max": "100\n", job + "pids.current": "48\n",
+			job + "step/pids.max": "90\n", job + "step/pids.current": "8\n",
+		}, 52},
+	} {
+		files := map[string]string{self: "0::/job\n"}
+		maps.Copy(files, c.files)
+		left, file, limited := LeastTasks(rootWith(files))
+		if limited != (c.left >= 0) || limited && (left != uint64(c.left) || file != job+"pids.max") {
+			t.Errorf("%s: got %d by %s, limited %v, want %d", name, left, file, limited, c.left)
 		}
 	}
 }

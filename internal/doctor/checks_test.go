@@ -360,6 +360,41 @@ func TestDevShm(t *testing.T) {
 	}
 }
 
+// TestRanks checks that the scarcest resource decides how many ranks a host can run, and that Crowded names
+// each resource that does not suffice.
+func TestRanks(t *testing.T) {
+	const group, pids = "sys/fs/cgroup/job/", "sys/kernel/pid_max"
+	for name, c := range map[string]struct {
+		more    files
+		nofile  uint64
+		want    string
+		crowded int // number of texts for 100 ranks
+	}{
+		"memory": {nil, unix.RLIM_INFINITY, "ok ranks: this host can run about 256 ranks", 0},
+		"memory of the cgroup": {files{group + "memory.max": "60000000", group + "memory.current": "10000000"}, 65536,
+			"warn ranks: fewer ranks than it has cores: 3 by 47.68 MiB of memory", 1},
+		"open files": {nil, 32 + 500, "ok ranks: this host can run about 100 ranks of a small program: 100 by 532 open files", 0},
+		"few files":  {nil, 32 + 499, "ok ranks: 99 by 531 open files", 1},
+		"pid_max":    {files{"proc/" + pids: "1200\n"}, 65536, "ok ranks: 100 by 1200 processes and threads (/proc/" + pids, 0},
+		"pids of the cgroup": {files{"proc/" + pids: "32768\n", group + "pids.max": "1200", group + "pids.current": "1"}, 531,
+			"ok ranks: 99 by 531 open files (hvdrun needs 5 for each rank, rank 0 up to 4), 99 by 1199 processes", 2},
+	} {
+		s := soundSystem()
+		s.Root = soundFiles.with(c.more).fs()
+		s.Rlimit = func(int) (unix.Rlimit, error) { return unix.Rlimit{Cur: c.nofile, Max: c.nofile}, nil }
+		holds(t, name, look(t, s, "ranks"), c.want)
+		texts := s.Crowded(100)
+		if len(texts) != c.crowded {
+			t.Errorf("%s: got %q for 100 ranks, want %d texts", name, texts, c.crowded)
+		}
+		for _, text := range texts {
+			if !strings.HasPrefix(text, "100 ranks on this host: it has ") {
+				t.Errorf("%s: got %q", name, text)
+			}
+		}
+	}
+}
+
 func TestLimits(t *testing.T) {
 	const none = unix.RLIM_INFINITY
 	for _, c := range []struct {
@@ -374,11 +409,11 @@ func TestLimits(t *testing.T) {
 		{"locked memory", unix.RLIMIT_MEMLOCK, 65536, "ok locked memory: 64 KiB"},
 		{"open files", unix.RLIMIT_NOFILE, none, "ok open files: unlimited"},
 		{"open files", unix.RLIMIT_NOFILE, 1024,
-			"ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 4 files for each other rank on its host and 2 for each rank on another host, so a job can have about 249 ranks on one host and 497 ranks in total"},
-		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 248 ranks on one host and 496 ranks in total"},
-		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 25 ranks on one host and 49 ranks in total"},
-		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 24 ranks on one host and 48 ranks in total"},
-		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: about 1 ranks on one host and 1 ranks in total"},
+			"ok open files: 1024 (RLIMIT_NOFILE): rank 0 needs up to 4 files for each other rank on its host and 2 for each rank on another host, enough for 249 ranks on its host or 497 on others"},
+		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: enough for 248 ranks on its host or 496 on others"},
+		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: enough for 25 ranks on its host or 49 on others"},
+		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: enough for 24 ranks on its host or 48 on others"},
+		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: enough for 1 ranks on its host or 1 on others"},
 	} {
 		s := soundSystem()
 		s.Rlimit = func(resource int) (unix.Rlimit, error) {

@@ -139,6 +139,7 @@ func Checks() []Check {
 		{"limits", "file size", fileSize},
 		{"limits", "locked memory", lockedMemory},
 		{"limits", "open files", openFiles},
+		{"limits", "ranks", ranks},
 		{"network", "interfaces", interfaces},
 		{"network", "host name", hostName},
 		{"clock", "clock", clock},

@@ -186,7 +186,7 @@ func TestABrokenMachine(t *testing.T) {
 		"ok mpirun: not found", "ok python: not in PATH",
 		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "warn topology: read the topology", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
-		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
+		"warn file size: broken", "warn locked memory: broken", "warn open files: broken", "warn ranks: limits of this host are unknown",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
 		"warn agent: broken; only jobs on several hosts", "ok hosts: no hosts were given",
 		"ok hvdrun", "ok HVD_SIZE=1", "ok torchrun", "ok Open MPI", "ok MVAPICH", "ok LSF jsrun",

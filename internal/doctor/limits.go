@@ -46,7 +46,7 @@ func lockedMemory(_ context.Context, s *System) []Line {
 
 const (
 	// filesPerPeer is the number of sockets between rank 0 and each other rank. filesPerLocal is the number
-	// of sockets, during Init, between rank 0 and each rank with which it shares memory.
+	// of files, during Init, that rank 0 has open for each rank with which it shares memory.
 	filesPerPeer, filesPerLocal = 2, 4
 	// filesOwn is the approximate number of other files that a rank has open: its output, poller, listeners,
 	// store and shared memory.
@@ -55,25 +55,26 @@ const (
 	fewFiles, tooFewFiles = 1024, 128
 )
 
+const openFilesFix = "raise the hard limit: ulimit -Hn 65536, docker --ulimit nofile=65536, or LimitNOFILE=65536 in the service"
+
 // openFiles checks the limit for open files. This is the hard limit, to which the Go runtime has raised the
 // soft limit of this process, and to which a rank that needs more raises its own.
 func openFiles(_ context.Context, s *System) []Line {
-	const fix = "raise the hard limit: ulimit -Hn 65536, docker --ulimit nofile=65536, or LimitNOFILE=65536 in the service"
 	r, err := s.Rlimit(unix.RLIMIT_NOFILE)
 	if err != nil {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	}
-	const format = "%d (RLIMIT_NOFILE): a rank needs about %d files for each other rank on its host and %d for each rank on " +
-		"another host, so a job can have about %d ranks on one host and %d ranks in total"
+	const format = "%d (RLIMIT_NOFILE): rank 0 needs up to %d files for each other rank on its host and %d for each rank on " +
+		"another host, enough for %d ranks on its host or %d on others"
 	left := r.Cur - min(r.Cur, filesOwn)
 	values := []any{r.Cur, filesPerLocal, filesPerPeer, left/filesPerLocal + 1, left/filesPerPeer + 1}
 	switch {
 	case r.Cur == unix.RLIM_INFINITY:
 		return []Line{ok("", "unlimited (RLIMIT_NOFILE)")}
 	case r.Cur < tooFewFiles:
-		return []Line{fail("", fix, format, values...)}
+		return []Line{fail("", openFilesFix, format, values...)}
 	case r.Cur < fewFiles:
-		return []Line{warn("", fix, format, values...)}
+		return []Line{warn("", openFilesFix, format, values...)}
 	default:
 		return []Line{ok("", format, values...)}
 	}

@@ -58,6 +58,15 @@ func TestKillDuringMessages(t *testing.T) { kill(t, "messages", 2, 5*time.Millis
 // A rank is killed while the ranks add, use and remove overlapping process sets by themselves.
 func TestKillDuringGroups(t *testing.T) { kill(t, "groups", 1, 20*time.Millisecond) }
 
+// Many ranks share the memory of a host, and one is killed. The lowest rank tells the others that it has
+// gone.
+func TestKillOneOfMany(t *testing.T) {
+	n := *many
+	victim := []int{1, n / 2, n - 1}[draws(t).IntN(3)]
+	j := start(t, n, "small", fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", jobLimit.Seconds()))
+	j.killed(j.ready(n), victim)
+}
+
 // kill runs a job of four ranks and kills the victim some time after all ranks are ready (see killed).
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	j := start(t, ranks, program, env...)

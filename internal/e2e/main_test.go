@@ -32,6 +32,7 @@ var hvdrunPath string
 var (
 	whole = flag.Int("whole", 0,
 		"run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
+	many     = flag.Int("many", 32, "number of ranks of the job with many ranks on a host")
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 

@@ -1,0 +1,103 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/cgroup"
+)
+
+// These are what each rank on a host needs at least, as measured with small programs in Go. With n ranks, a
+// rank needs rankBytes and n times peerBytes, most of them for the page tables of the segments of the others.
+const (
+	rankBytes, peerBytes = 14 << 20, 8 << 10
+	rankThreads          = 12
+	// launcherFiles is the number of files that hvdrun has open for each rank on its host.
+	launcherFiles = 5
+)
+
+// room is what a resource of this host permits.
+type room struct {
+	ranks int    // number of ranks for which the resource suffices
+	what  string // the resource, how much of it is left, and how much a rank needs
+	fix   string
+}
+
+// rooms returns the rooms of the resources whose limits are known, the smallest first.
+func rooms(s *System) (all []room) {
+	add := func(left, each uint64, fix, format string, args ...any) {
+		all = append(all, room{int(min(left/each, 1<<20)), fmt.Sprintf(format, args...), fix})
+	}
+	if m, err := cgroup.MachineMemory(s.Root); err == nil {
+		left := m.Available + m.FreeSwap
+		if c, limited := cgroup.LeastMemory(s.Root); limited {
+			left = min(left, c.Left)
+		}
+		n := 0
+		for ; uint64(n+1)*(rankBytes+uint64(n+1)*peerBytes) <= left; n++ {
+		}
+		add(uint64(n), 1, "start fewer ranks, or stop other programs on this host",
+			"%s of memory (a rank needs at least %s and %s for each rank)", bytesText(left),
+			bytesText(rankBytes), bytesText(peerBytes))
+	}
+	if r, err := s.Rlimit(unix.RLIMIT_NOFILE); err == nil && r.Cur != unix.RLIM_INFINITY {
+		add(r.Cur-min(r.Cur, filesOwn), max(filesPerLocal, launcherFiles), openFilesFix,
+			"%d open files (hvdrun needs %d for each rank, rank 0 up to %d)", r.Cur, launcherFiles, filesPerLocal)
+	}
+	if left, file, limited := threads(s); limited {
+		add(left, rankThreads, "raise the limit (docker --pids-limit, TasksMax=, sysctl kernel.pid_max)",
+			"%d processes and threads (/%s; a rank needs about %d)", left, file, rankThreads)
+	}
+	slices.SortStableFunc(all, func(a, b room) int { return a.ranks - b.ranks })
+	return all
+}
+
+// threads returns how many threads the kernel and the cgroups permit, and the file with the least limit.
+func threads(s *System) (left uint64, file string, limited bool) {
+	left, file, limited = cgroup.LeastTasks(s.Root)
+	for _, name := range []string{"proc/sys/kernel/pid_max", "proc/sys/kernel/threads-max"} {
+		text, err := fs.ReadFile(s.Root, name)
+		if err != nil {
+			continue
+		}
+		n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64)
+		if err == nil && (!limited || n < left) {
+			left, file, limited = n, name, true
+		}
+	}
+	return left, file, limited
+}
+
+// ranks reports how many ranks this host can run.
+func ranks(_ context.Context, s *System) []Line {
+	all := rooms(s)
+	if len(all) == 0 {
+		return []Line{warn("", "mount /proc", "the limits of this host are unknown")}
+	}
+	var parts []string
+	for _, r := range all {
+		parts = append(parts, fmt.Sprintf("%d by %s", r.ranks, r.what))
+	}
+	text := strings.Join(parts, ", ")
+	if least := all[0]; least.ranks < s.Affinity {
+		return []Line{warn("", least.fix, "this host can run fewer ranks than it has cores: %s", text)}
+	}
+	return []Line{ok("", "this host can run about %d ranks of a small program: %s", all[0].ranks, text)}
+}
+
+// Crowded returns a text for each resource of this host that does not suffice for n ranks.
+func (s *System) Crowded(n int) (texts []string) {
+	for _, r := range rooms(s) {
+		if r.ranks < n {
+			texts = append(texts, fmt.Sprintf("%d ranks on this host: it has %s, enough for %d ranks: %s", n,
+				r.what, r.ranks, r.fix))
+		}
+	}
+	return texts
+}
