@@ -356,7 +356,7 @@ func (m *Membership) limit(ctx context.Context, cfg *config.Config, generation u
 	if !m.ranked && generation > 1 {
 		return ctx, func() {}
 	}
-	return context.WithTimeout(ctx, cfg.StartTimeout)
+	return withStartTimeout(ctx, cfg.StartTimeout)
 }
 
 // tryMember joins r to one generation.

@@ -206,7 +206,7 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 		join = r.startMember // it waits until the launcher makes this process a rank
 	} else {
 		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, cfg.StartTimeout)
+		ctx, cancel = withStartTimeout(ctx, cfg.StartTimeout)
 		defer cancel()
 	}
 	if err := join(ctx, cfg, &o); err != nil {
@@ -214,6 +214,13 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 		return fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), r.release()))
 	}
 	return nil
+}
+
+// withStartTimeout returns a context that ends when the time limit of Init has passed. Its cause says so, for
+// the errors of the steps of Init that report it.
+func withStartTimeout(ctx context.Context, limit time.Duration) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, limit, fmt.Errorf("%w: Init must end within %v: raise HOROVOD_GLOO_TIMEOUT_SECONDS if ranks start late",
+		context.DeadlineExceeded, limit))
 }
 
 // start joins r to its job and starts the engine.

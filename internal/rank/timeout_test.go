@@ -1,10 +1,28 @@
 package rank
 
 import (
+	"context"
+	"errors"
 	"math"
+	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 )
+
+// The cause of the end of Init by its time limit names the setting.
+func TestStartTimeout(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := withStartTimeout(t.Context(), 30*time.Second)
+		defer cancel()
+		<-ctx.Done()
+		err := context.Cause(ctx)
+		if want := "Init must end within 30s: raise HOROVOD_GLOO_TIMEOUT_SECONDS"; !errors.Is(err,
+			context.DeadlineExceeded) || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %q", err, want)
+		}
+	})
+}
 
 func TestTimeoutOf(t *testing.T) {
 	for _, d := range []time.Duration{0, 1, time.Second, 9e18} {
