@@ -54,7 +54,7 @@ Usage:
   hvdrun store [flags]       serve a store for ranks that another launcher starts
   hvdrun timeline FILE...    analyse timelines: which ranks were late, where time went
   hvdrun top [JOB]           show a running job: which ranks hold up others, what they wait for
-  hvdrun view FILE...        show timelines in a browser
+  hvdrun view [JOB | FILE]   show a running job, or timelines, in a browser
   hvdrun completion SHELL    print a completion script
 
 Examples:

@@ -55,6 +55,10 @@ func (r *runner) jobFlags() group {
 	f.StringVar(&r.metricsAddr, "metrics-addr", "",
 		"address `ADDR`, as host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md). The default host is "+
 			"127.0.0.1. 0.0.0.0:PORT listens on all interfaces. Every client that can reach ADDR can read the metrics")
+	f.StringVar(&r.viewAddr, "view", "",
+		"serve the page of hvdrun view about this job at the address `HOST:PORT`, given as --view=HOST:PORT, and print its address. "+
+			"--view is --view=127.0.0.1:0, which chooses a free port")
+	f.Lookup("view").NoOptDefVal = "127.0.0.1:0"
 	f.BoolVar(&r.tcp, "tcp", false,
 		"use TCP and not InfiniBand: set NCCL_IB_DISABLE=1 for NCCL and, with --mpi, the networks of MPI (docs/mpi.md). gohvd's "+
 			"own connections between hosts always use TCP")

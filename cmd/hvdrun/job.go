@@ -20,6 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/doctor"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
@@ -132,9 +133,15 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		}
 		defer release()
 	}
-	finish := r.serveLive(j, reports, options.Inquiry)
+	finish, folder := r.serveLive(j, reports, options.Inquiry)
+	closeView, err := r.viewOwn(j, folder)
+	if err != nil {
+		finish(&live.End{Status: statusFailure, Text: err.Error()})
+		return err
+	}
 	result, err := launch.Run(context.Background(), options)
 	finish(endOf(result, err, j.nodes))
+	closeView()
 	r.status = result.Status
 	return r.where.explain(err)
 }

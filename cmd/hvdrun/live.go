@@ -22,13 +22,15 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/rundir"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Each hvdrun serves the state of its job on a Unix socket in a folder of package rundir. The folder has the
 // mode 0700 and belongs to the user, so the kernel lets only this user and root connect. The server needs no
 // SO_PEERCRED therefore, and the client knows that a process of its own user has made the socket. The server
-// speaks HTTP: /about says which job it is, and /states is a stream of states.
+// speaks HTTP: /about says which job it is, /states is a stream of states, /end is the last state, and
+// /records has what a few ranks have recorded.
 const (
 	// xdgVariable is the variable on which the place of the runtime folder depends.
 	xdgVariable = "XDG_RUNTIME_DIR"
@@ -56,9 +58,15 @@ const (
 	everyParameter = "every_ms"
 	// keptSteps is the number of steps in the first state of a reader.
 	keptSteps = 256
-	// aboutPath and statesPath are the paths of the two resources.
-	aboutPath  = "/about"
-	statesPath = "/states"
+	// rankParameter is the name of the parameter with a rank and the first entry that is wanted
+	// (joblink.Records). It may be given for at most maxRecorded ranks.
+	rankParameter = "rank"
+	maxRecorded   = 8
+	// These are the paths of the resources.
+	aboutPath   = "/about"
+	statesPath  = "/states"
+	endPath     = "/end"
+	recordsPath = "/records"
 )
 
 // liveJob serves the state of a job to readers. It asks the processes only while there is a reader.
@@ -81,9 +89,10 @@ type liveJob struct {
 	epoch  uint64
 }
 
-// serveLive serves the state of the job to hvdrun top until finish is called with the end of the job. If that
-// is not possible, the job runs without it.
-func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (finish func(*live.End)) {
+// serveLive serves the state of the job to hvdrun top and view until finish is called with the end of the
+// job. If that is not possible, the job runs without it, and folder is empty. Otherwise it has the socket.
+func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (finish func(*live.End),
+	folder string) {
 	l := &liveJob{about: live.About{PID: os.Getpid(), Command: j.command, Started: time.Now().Round(0),
 		Version: config.Version(), What: live.Ranks, Size: j.np}, nodes: j.nodes,
 		elastic: j.elastic != nil, reports: reports,
@@ -92,10 +101,10 @@ func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (
 	if j.nodes != nil {
 		l.about.What = live.Nodes
 	}
-	stop, err := r.listenLive(l, j)
+	folder, stop, err := r.listenLive(l, j)
 	if err != nil {
 		fmt.Fprintf(r.stderr, "hvdrun: warning: hvdrun top cannot show this job: %v\n", err)
-		return func(*live.End) {}
+		return func(*live.End) {}, ""
 	}
 	return func(e *live.End) {
 		l.mu.Lock()
@@ -103,33 +112,34 @@ func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (
 		l.mu.Unlock()
 		close(l.ended)
 		stop()
-	}
+	}, folder
 }
 
-// listenLive starts the server. stop waits for a short time until readers have the last state.
-func (r *runner) listenLive(l *liveJob, j *job) (stop func(), err error) {
+// listenLive starts the server, whose socket is in the folder. stop waits for a short time until readers have
+// the last state.
+func (r *runner) listenLive(l *liveJob, j *job) (folder string, stop func(), err error) {
 	if l.about.Host, err = os.Hostname(); err != nil {
-		return nil, err
+		return "", nil, err
 	}
 	if j.elastic == nil && !r.mpi.on {
 		l.hosts, _ = hostNames(j.hosts, j.nodes, j.np) // launch.Run returns the same error
 	}
 	dir, err := rundir.New(r.variable(xdgVariable))
 	if err != nil {
-		return nil, err
+		return "", nil, err
 	}
 	at, release, err := shortPath(dir.Path())
 	if err != nil {
-		return nil, errors.Join(err, dir.Close())
+		return "", nil, errors.Join(err, dir.Close())
 	}
 	defer release()
 	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: at, Net: "unix"})
 	if err != nil {
-		return nil, errors.Join(err, dir.Close())
+		return "", nil, errors.Join(err, dir.Close())
 	}
 	listener.SetUnlinkOnClose(false) // dir.Close removes it
 	if err := os.Chmod(at, 0o600); err != nil {
-		return nil, errors.Join(err, listener.Close(), dir.Close())
+		return "", nil, errors.Join(err, listener.Close(), dir.Close())
 	}
 	server := &http.Server{Handler: l.handler(), ReadTimeout: readerTime, MaxHeaderBytes: 8 << 10,
 		ErrorLog: zap.NewStdLog(r.logger())}
@@ -138,7 +148,7 @@ func (r *runner) listenLive(l *liveJob, j *job) (stop func(), err error) {
 		defer close(done)
 		_ = server.Serve(listener) // returns when the server is closed
 	}()
-	return func() {
+	return dir.Path(), func() {
 		ctx, cancel := context.WithTimeout(context.Background(), endTime)
 		defer cancel()
 		_ = server.Shutdown(ctx) // an error means that a reader did not read the end in time
@@ -174,7 +184,46 @@ func (l *liveJob) handler() http.Handler {
 		_ = json.NewEncoder(w).Encode(&l.about) // fails only if the reader is gone
 	})
 	paths.HandleFunc("GET "+statesPath, l.stream)
+	paths.HandleFunc("GET "+recordsPath, l.records)
+	paths.HandleFunc("GET "+endPath, func(w http.ResponseWriter, req *http.Request) {
+		select {
+		case <-l.ended:
+			_ = json.NewEncoder(w).Encode(l.state()) // fails only if the reader is gone
+		case <-req.Context().Done():
+		}
+	})
 	return paths
+}
+
+// records sends a JSON object with the live.Records of ranks, by their numbers. It lacks ranks that have not
+// answered.
+func (l *liveJob) records(w http.ResponseWriter, req *http.Request) {
+	question := joblink.Records
+	var of []topo.Rank
+	given := req.URL.Query()[rankParameter]
+	for _, text := range given {
+		rank, from := -1, uint64(0)
+		if n, err := fmt.Sscanf(text, "%d:%d", &rank, &from); err != nil || n != 2 || len(given) > maxRecorded {
+			http.Error(w, fmt.Sprintf("%s: got %d times, such as %.40q, want RANK:NUMBER at most %d times",
+				rankParameter, len(given), text, maxRecorded), http.StatusBadRequest)
+			return
+		}
+		if rank >= 0 && rank < l.reports.count() {
+			question, of = fmt.Sprintf("%s %d:%d", question, rank, from), append(of, topo.Rank(rank))
+		}
+	}
+	answers := make(map[int]json.RawMessage)
+	if l.nodes == nil && len(of) > 0 {
+		ctx, cancel := context.WithTimeout(req.Context(), lookTime)
+		defer cancel()
+		all, _, _ := l.reports.ranks.Ask(ctx, question, of...) // an error means that the job is over
+		for rank, text := range all {
+			if json.Valid(text) {
+				answers[rank] = text
+			}
+		}
+	}
+	_ = json.NewEncoder(w).Encode(answers) // fails only if the reader is gone
 }
 
 // stream sends a state at once and after each interval, and the last one when the job has ended.

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"slices"
 	"time"
 
@@ -121,6 +122,38 @@ func (a *jobAddress) about() (*live.About, error) {
 	return live.DecodeAbout(text)
 }
 
+// end waits until the job has ended, and returns its last state.
+func (a *jobAddress) end(ctx context.Context) (*live.Job, error) {
+	body, err := a.get(ctx, endPath)
+	if err != nil {
+		return nil, err
+	}
+	defer body.Close()
+	text, err := io.ReadAll(io.LimitReader(body, maxStateBytes))
+	if err != nil {
+		return nil, err
+	}
+	return live.DecodeJob(text)
+}
+
+// records returns what ranks have recorded since the entries with the given numbers.
+func (a *jobAddress) records(ctx context.Context, from map[int]uint64) (map[int]*live.Records, error) {
+	query := make(url.Values)
+	for rank, number := range from {
+		query.Add(rankParameter, fmt.Sprintf("%d:%d", rank, number))
+	}
+	body, err := a.get(ctx, recordsPath+"?"+query.Encode())
+	if err != nil {
+		return nil, err
+	}
+	defer body.Close()
+	text, err := io.ReadAll(io.LimitReader(body, maxStateBytes))
+	if err != nil {
+		return nil, err
+	}
+	return live.DecodeRecords(text)
+}
+
 // update is what a reader of a job receives: a state, or a sentence if no state arrives.
 type update struct {
 	job  *live.Job
@@ -182,9 +215,7 @@ func (a *jobAddress) read(ctx context.Context, every time.Duration, updates chan
 		}
 		conn, gone := dialJob(ctx, a.folder)
 		if gone != nil {
-			end := &live.End{Status: -1, Text: fmt.Sprintf("hvdrun (process %d) has ended and has not said how "+
-				"the job has ended: it may have been killed", a.pid)}
-			send(update{job: &live.Job{About: last, Time: time.Now(), End: end}})
+			send(update{job: &live.Job{About: last, Time: time.Now(), End: a.lost()}})
 			return
 		}
 		_ = conn.Close() // nothing was sent
@@ -196,6 +227,12 @@ func (a *jobAddress) read(ctx context.Context, every time.Duration, updates chan
 			return
 		}
 	}
+}
+
+// lost returns the end of a job whose hvdrun has ended without a last state.
+func (a *jobAddress) lost() *live.End {
+	return &live.End{Status: -1, Text: fmt.Sprintf("hvdrun (process %d) has ended and has not said how the job "+
+		"has ended: it may have been killed", a.pid)}
 }
 
 // readOnce passes the states from one connection to handle, until the connection ends. It returns the reason.

@@ -69,6 +69,7 @@ type runner struct {
 	verbose      bool
 	torchStore   string
 	metricsAddr  string
+	viewAddr     string
 	checkBuild   bool
 
 	flags    []config.FlagValue // settings in the order of the command line

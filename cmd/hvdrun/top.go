@@ -91,7 +91,7 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 	case given.plain && given.asJSON:
 		return usagef("top: --plain and --json cannot be used together")
 	}
-	j, err := r.chooseJob(args)
+	j, err := r.chooseJob(topCommand, args)
 	if err != nil || j == nil {
 		return err
 	}
@@ -107,39 +107,39 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 }
 
 // chooseJob returns the job that the arguments name or, without arguments, the only job. If there are
-// several, it prints a list of them and returns nil.
-func (r *runner) chooseJob(args []string) (*jobAddress, error) {
+// several, it prints a list of them and returns nil. command is the subcommand.
+func (r *runner) chooseJob(command string, args []string) (*jobAddress, error) {
 	jobs, err := runningJobs(r.variable(xdgVariable))
 	if err != nil {
-		return nil, fmt.Errorf("top: %w", err)
+		return nil, fmt.Errorf("%s: %w", command, err)
 	}
 	if len(args) == 1 {
 		pid, err := strconv.Atoi(args[0])
 		if err != nil {
-			return nil, usagef("top: JOB: got %.80q, want the number of the process of hvdrun. hvdrun top shows only jobs that "+
-				"hvdrun runs; of others there are files, which hvdrun timeline FILE reads", logs.Plain(args[0]))
+			return nil, usagef("%s: JOB: got %.80q, want the number of the process of hvdrun. hvdrun %[1]s shows only jobs that "+
+				"hvdrun runs; of others there are files, which hvdrun timeline FILE reads", command, logs.Plain(args[0]))
 		}
 		for i := range jobs {
 			if jobs[i].pid == pid {
 				return &jobs[i], nil
 			}
 		}
-		return nil, usagef("top: no hvdrun of this user with the process number %d runs a job on this host (%s)", pid,
-			listOf(jobs))
+		return nil, usagef("%s: no hvdrun of this user with the process number %d runs a job on this host (%s)", command,
+			pid, listOf(jobs))
 	}
 	switch len(jobs) {
 	case 0:
-		return nil, usagef("top: no hvdrun of this user runs a job on this host. hvdrun top must run on the host of hvdrun, " +
-			"with the same user. A job that another launcher has started can be seen only in its files, which hvdrun " +
-			"timeline FILE reads")
+		return nil, usagef("%s: no hvdrun of this user runs a job on this host. hvdrun %[1]s must run on the host of "+
+			"hvdrun, with the same user. A job that another launcher has started can be seen only in its files, which "+
+			"hvdrun timeline FILE reads", command)
 	case 1:
 		return &jobs[0], nil
 	}
 	r.status = statusUsage
-	fmt.Fprintf(r.stderr, "hvdrun: top: this user runs %d jobs on this host. To see one of them, type:\n", len(jobs))
+	fmt.Fprintf(r.stderr, "hvdrun: %s: this user runs %d jobs on this host. To see one of them, type:\n", command, len(jobs))
 	list := tabwriter.NewWriter(r.stderr, 0, 0, 2, ' ', 0)
 	for i := range jobs {
-		fmt.Fprintf(list, "  hvdrun top %d\t%s\n", jobs[i].pid, jobs[i].describe())
+		fmt.Fprintf(list, "  hvdrun %s %d\t%s\n", command, jobs[i].pid, jobs[i].describe())
 	}
 	return nil, list.Flush()
 }

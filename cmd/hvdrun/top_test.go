@@ -177,6 +177,9 @@ func TestRefusedReaders(t *testing.T) {
 		statesPath + "?every_ms=99": http.StatusBadRequest, statesPath + "?every_ms=x": http.StatusBadRequest,
 		statesPath + "?every_ms=3600001": http.StatusBadRequest,
 		statesPath:                       http.StatusServiceUnavailable,
+		recordsPath + "?rank=0":          http.StatusBadRequest, recordsPath + "?rank=0:x": http.StatusBadRequest,
+		recordsPath + strings.Replace(strings.Repeat("&rank=0:1", maxRecorded+1), "&", "?", 1): http.StatusBadRequest,
+		recordsPath: http.StatusOK,
 	} {
 		if code, text := get(resource); code != want {
 			t.Errorf("%s: got %d and %q, want %d", resource, code, text, want)

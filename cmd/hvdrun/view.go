@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -23,14 +25,21 @@ import (
 
 const viewCommand = "view"
 
-const viewLong = `Show the timelines of a job in a browser: which rank, host or tensor was late, in which steps, and who waited for whom.
+const viewLong = `Show a job in a browser, while it runs or by its timelines: which rank, host or tensor was late, in which steps, and who
+waited for whom.
 
-FILE is given as for hvdrun timeline: usually the timeline of rank 0, such as t.json, or a folder. Hvdrun reads the
-files, prints the address of the page, and serves it until SIGINT (Ctrl-C) or SIGTERM. The address works once, and only
-in the browser that opens it first. The page needs no network: it loads nothing from other servers.`
+JOB is the number of the process of an hvdrun of this user on this host. Without an argument, the only job is shown. The
+page follows the job and stays with the verdict when the job ends. The ranks record only while a page is open.
+
+FILE is given as for hvdrun timeline: usually the timeline of rank 0, such as t.json, or a folder.
+
+Hvdrun prints the address of the page and serves it until SIGINT (Ctrl-C) or SIGTERM. The address works once, and only in
+the browser that opens it first. The page needs no network: it loads nothing from other servers.`
 
 const viewExamples = `
 Examples:
+  hvdrun view
+  hvdrun view 4711
   hvdrun view t.json
   hvdrun view --open timelines/
   hvdrun view --export late.html t.json      then send late.html to a colleague
@@ -53,15 +62,12 @@ func (r *runner) view() *cobra.Command {
 	g.flags.StringVar(&given.export, "export", "",
 		"do not serve the page, but write it to `OUT.html` as one file, which opens in any browser without hvdrun")
 	cmd := &cobra.Command{
-		Use:   viewCommand + " [flags] FILE...",
-		Short: "Show timelines in a browser",
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) == 0 {
-				return usagef("view: got no FILE, want rank 0's timeline or a folder of timelines")
-			}
-			return nil
-		},
+		Use:   viewCommand + " [flags] [JOB | FILE...]",
+		Short: "Show a running job, or timelines, in a browser",
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if isJob(args) {
+				return r.viewJob(cmd.Context(), &given, args)
+			}
 			return r.viewTimelines(cmd.Context(), &given, args)
 		},
 
@@ -76,8 +82,8 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 	var listener net.Listener
 	if given.export == "" {
 		var err error
-		if listener, err = net.Listen("tcp", given.addr); err != nil {
-			return fmt.Errorf("view: cannot serve the page at --addr %s: %w", given.addr, err)
+		if listener, err = listenPage(given.addr); err != nil {
+			return err
 		}
 		defer listener.Close() // Serve closes it too
 	}
@@ -101,15 +107,27 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 		fmt.Fprintf(r.stderr, "hvdrun: wrote %s\n", given.export)
 		return nil
 	}
+	newServer := func(addr string) *view.Server { return view.NewServer(run, addr) }
+	return r.servePage(ctx, given, listener, newServer, nil)
+}
+
+// listenPage listens at the address of a page.
+func listenPage(addr string) (net.Listener, error) {
+	l, err := net.Listen("tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("view: cannot serve the page at %s: %w", addr, err)
+	}
+	return l, nil
+}
+
+// servePage prints the address of the page of a server and serves it until a signal arrives or ctx ends.
+// along, unless it is nil, runs meanwhile.
+func (r *runner) servePage(ctx context.Context, given *viewFlags, listener net.Listener,
+	newServer func(addr string) *view.Server, along func(context.Context)) error {
 	// Until now nothing has to be removed, so a signal ends hvdrun at once.
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
-	at := listener.Addr().(*net.TCPAddr)
-	server := view.NewServer(run, pageAddress(given.addr, at))
-	fmt.Fprintf(r.stdout, "open %s\n", server.URL())
-	if at.IP.IsLoopback() && r.isRemote() {
-		fmt.Fprintf(r.stdout, "from your own machine, first run: ssh -L %d:%s %s\n", at.Port, at, hostName())
-	}
+	server := r.announce(r.stdout, given.addr, listener, newServer)
 	if given.open {
 		done, err := r.openBrowser(ctx, server.Redirect())
 		if err != nil {
@@ -117,7 +135,24 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 		}
 		defer done()
 	}
+	var running sync.WaitGroup
+	defer running.Wait()
+	if along != nil {
+		running.Go(func() { along(ctx) })
+	}
 	return server.Serve(ctx, listener)
+}
+
+// announce makes the server of a page and prints the address of the page.
+func (r *runner) announce(to io.Writer, given string, listener net.Listener,
+	newServer func(addr string) *view.Server) *view.Server {
+	at := listener.Addr().(*net.TCPAddr)
+	server := newServer(pageAddress(given, at))
+	fmt.Fprintf(to, "open %s\n", server.URL())
+	if at.IP.IsLoopback() && r.isRemote() {
+		fmt.Fprintf(to, "from your own machine, first run: ssh -L %d:%s %s\n", at.Port, at, hostName())
+	}
+	return server
 }
 
 // pageAddress returns the address of the page for browsers. given is the value of --addr, and at the address

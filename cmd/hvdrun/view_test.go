@@ -140,11 +140,12 @@ func TestViewOfWhatIsNone(t *testing.T) {
 		status int
 		want   string
 	}{
-		{nil, 2, "got no FILE, want rank 0's timeline or a folder of timelines"},
+		{[]string{"--export", page}, 2, "--export: got a running job, want FILE"},
+		{[]string{"2147483646"}, 2, "view: no hvdrun of this user with the process number 2147483646"},
 		{[]string{filepath.Join(dir, "none.json")}, 1, "none.json: no such file or directory"},
 		{[]string{empty}, 1, "the folder contains no timeline files"},
 		{[]string{other}, 1, "notes.txt: byte 0: invalid character 'h' at start of value: want the JSON array"},
-		{[]string{"--addr", l.Addr().String(), dir}, 1, "cannot serve the page at --addr " + l.Addr().String()},
+		{[]string{"--addr", l.Addr().String(), dir}, 1, "cannot serve the page at " + l.Addr().String()},
 		{[]string{"--addr", "x", dir}, 1, "missing port in address"},
 		{[]string{"--export", filepath.Join(dir, "none", "out.html"), dir}, 1, "no such file or directory"},
 		{[]string{"--export", page, half}, 0, "wrote " + page},

@@ -12,8 +12,11 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Watch makes t the timeline and returns the previous timeline (watch.Observer).
-func (e *Engine) Watch(t watch.Timeline) (before watch.Timeline) { return e.observer.Watch(t) }
+// Watch switches a timeline on (watch.Observer).
+func (e *Engine) Watch(t watch.Timeline) { e.observer.Watch(t) }
+
+// Unwatch switches a timeline off (watch.Observer).
+func (e *Engine) Unwatch(t watch.Timeline) { e.observer.Unwatch(t) }
 
 // BeginSpan returns the time at which the program begins something, for EndSpan. If there is no timeline, it
 // returns 0.

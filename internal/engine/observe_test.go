@@ -73,12 +73,15 @@ func (l *log) operations() []trace.Operation {
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
 	recorded := func(t *testing.T, lockstep bool) {
-		recorders, timelines := make([]log, n), make([]log, n)
+		recorders, timelines, others := make([]log, n), make([]log, n), make([]log, n)
 		c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 			cfg.Lockstep = lockstep
 			cfg.Recorder = &recorders[cfg.Rank]
 		})
-		c.each(func(r int) { c.engines[r].Watch(&timelines[r]) })
+		c.each(func(r int) {
+			c.engines[r].Watch(&timelines[r])
+			c.engines[r].Watch(&others[r])
+		})
 		c.each(func(r int) {
 			for step := range steps {
 				entries := []*tensorqueue.Entry{sum("a", make([]byte, 80)), sum("b", make([]byte, 8)), {
@@ -160,10 +163,20 @@ func TestOperationsAreTold(t *testing.T) {
 				st.InFlight != 0 || st.Size != n || st.Rank != r {
 				t.Errorf("rank %d: stats are %+v", r, st)
 			}
-			if before := c.engines[r].Watch(nil); before != &timelines[r] {
-				t.Errorf("rank %d: the timeline was %v", r, before)
-			}
 		}
+		// Several timelines can be on. One that is switched off receives nothing more.
+		c.each(func(r int) {
+			n := len(timelines[r].operations())
+			c.engines[r].Unwatch(&timelines[r])
+			if err := c.wait(c.submit(r, sum("later", make([]byte, 8)))); err != nil {
+				t.Error(err)
+			}
+			off, on := timelines[r].operations(), others[r].operations()
+			if len(off) != n || len(on) != n+1 || on[n].Records[0].Name != "later" {
+				t.Errorf("rank %d: the timeline that is off received %d further operations, the other one %d, want 0 and 1",
+					r, len(off)-n, len(on)-n)
+			}
+		})
 		c.shutdown()
 	}
 	both(t, recorded)

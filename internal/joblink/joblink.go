@@ -48,6 +48,9 @@ const (
 	// State asks for the rank's state, which is small enough to be asked for each second. The question is
 	// this word, a blank, and the sequence number of the last step of which the launcher knows.
 	State = "state"
+	// Records asks for what the rank has recorded since it was last asked. The question is this word and, for
+	// each rank that is asked, a blank, the rank, a colon and the number of the first entry that is wanted.
+	Records = "records"
 	// Node asks a node of a parameter server for its state. A node also sends it as a report, at its end and
 	// when it sees another node fail.
 	Node = "node"

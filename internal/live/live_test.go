@@ -174,13 +174,55 @@ func TestMaxPending(t *testing.T) {
 	}
 }
 
+func operation(name string) *trace.Operation {
+	return &trace.Operation{Records: []trace.Record{{Name: name, Submitted: 1, Ended: 2}},
+		Activities: []trace.Activity{{Name: "a", Begun: 1, End: 2}}, Arrivals: []time.Duration{1, 2}}
+}
+
+// A recorder returns each entry once, and keeps what has room. A later one has greater numbers.
+func TestRecorder(t *testing.T) {
+	r := live.NewRecorder()
+	r.Record(operation("x"))
+	r.Step(5, 7)
+	all := r.Since(0)
+	if len(all.Entries) != 2 || all.Entries[0].Operation.Records[0].Name != "x" ||
+		len(all.Entries[0].Operation.Arrivals) != 2 || *all.Entries[1].Step != (live.Mark{At: 5, Number: 7}) {
+		t.Errorf("got %+v", all)
+	}
+	if none := r.Since(all.Next()); len(none.Entries) != 0 || none.First != all.Next() {
+		t.Errorf("got %+v, want no entry", none)
+	}
+	o := operation("y")
+	o.Records[0].Partial = true
+	r.Record(o)
+	if next := r.Since(all.Next()); len(next.Entries) != 1 || next.First != all.Next() ||
+		len(next.Entries[0].Operation.Arrivals) != 0 {
+		t.Errorf("got %+v, want one entry, without arrivals, because some are missing", next)
+	}
+	long := operation(strings.Repeat("z", 1<<20))
+	for range 6 {
+		r.Record(long)
+	}
+	if few := r.Since(all.First); len(few.Entries) != 3 || few.First != all.First+6 {
+		t.Errorf("got %d entries from number %d on, want the last 3, from %d on", len(few.Entries), few.First,
+			all.First+6)
+	}
+	if later := live.NewRecorder().Since(r.Since(0).Next()); later.First <= r.Since(0).Next() {
+		t.Errorf("a later recorder begins with number %d, the earlier one has %d", later.First, r.Since(0).Next())
+	}
+}
+
 // FuzzDecode checks that what can be decoded is the same after it was encoded and decoded again.
 func FuzzDecode(f *testing.F) {
 	k := &live.Rank{Snapshot: &analysis.Snapshot{Host: "h"}, HeldUp: []trace.HeldUp{{Rank: 1, Held: 2}},
 		Stalls: []live.Stall{{Stall: recorder.Stall{Name: "x"}, Ago: 3}}}
 	j := &live.Job{About: live.About{Command: []string{"a"}}, Processes: []live.Process{{Name: "rank 0"}},
 		Problems: []live.Problem{{Text: "x", Missing: []int{1}}}, End: &live.End{Status: 1}}
-	for _, v := range []any{k, j, &j.About} {
+	recorder := live.NewRecorder()
+	recorder.Record(operation("x"))
+	recorder.Step(2, 3)
+	recorder.Span(trace.Span{Name: "y", Begun: 1, End: 2})
+	for _, v := range []any{k, j, &j.About, map[int]*live.Records{0: recorder.Since(0)}} {
 		text, err := json.Marshal(v)
 		if err != nil {
 			f.Fatal(err)
@@ -193,6 +235,12 @@ func FuzzDecode(f *testing.F) {
 		}
 		if j, err := live.DecodeJob(text); err == nil {
 			stable(t, j, live.DecodeJob)
+		}
+		if r, err := live.DecodeRecords(text); err == nil {
+			stable(t, &r, func(text []byte) (*map[int]*live.Records, error) {
+				again, err := live.DecodeRecords(text)
+				return &again, err
+			})
 		}
 		if a, err := live.DecodeAbout(text); err == nil {
 			stable(t, a, live.DecodeAbout)

@@ -112,7 +112,7 @@ func BenchmarkCost(b *testing.B) {
 					case way == "timeline" && on:
 						r.Engine.Watch(t)
 					case way == "timeline":
-						r.Engine.Watch(nil)
+						r.Engine.Unwatch(t)
 					case way == "recorder":
 						recorders[r.Rank].on.Store(on)
 					}

@@ -134,7 +134,7 @@ func (t *timelines) stop() error {
 	old := t.active
 	t.active, t.path = nil, ""
 	e := t.engine()
-	e.Watch(nil) // so that no operation is pending in the file and ends in it later
+	e.Unwatch(old) // so that no operation is pending in the file and ends in it later
 	old.Pending(time.Since(e.Clock().Start), e.Pending())
 	err := old.Close()
 	t.count(nil) // adds the operations that Close dropped

@@ -1,6 +1,7 @@
 package rank
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -13,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -177,4 +179,57 @@ func TestFilesOfTwoJobs(t *testing.T) {
 	check([]int{1}, "t.rank1.json is left out: it is of another job", "no file of rank 1")
 	job(2)
 	check(nil)
+}
+
+// A rank records only for a reader that asks. Each entry is sent once.
+func TestRecordsForAReader(t *testing.T) {
+	observed(t, 2, config.Config{}, 1, func(r *testcluster.Rank, o *Watch) {
+		ask := func(question string) *live.Records {
+			t.Helper()
+			text := o.records(question)
+			if text == nil {
+				return nil
+			}
+			all, err := live.DecodeRecords(fmt.Appendf(nil, `{"%d":%s}`, r.Rank, text))
+			if err != nil {
+				t.Error(err)
+				return nil
+			}
+			return all[int(r.Rank)]
+		}
+		r.Do(testcluster.Barrier("before"))
+		if got := ask("7:0"); got != nil {
+			t.Errorf("rank %d answers a question to rank 7: %+v", r.Rank, got)
+		}
+		me := fmt.Sprintf("%d:", r.Rank)
+		first := ask("7:0 " + me + "0")
+		r.Do(testcluster.Barrier("while it records"))
+		second := ask(me + fmt.Sprint(first.Next()))
+		third := ask(me + fmt.Sprint(second.Next()))
+		if len(first.Entries) != 0 || len(second.Entries) != 1 || len(third.Entries) != 0 ||
+			second.Entries[0].Operation.Records[0].Name != "while it records" || second.Rank != int(r.Rank) ||
+			second.Clock.Domain == "" {
+			t.Errorf("rank %d: got %+v, %+v and %+v, want one operation", r.Rank, first, second, third)
+		}
+		o.mu.Lock()
+		recorder := o.live
+		o.forget.Reset(0) // as if nobody had asked for 10 s
+		o.mu.Unlock()
+		for begun := time.Now(); ; time.Sleep(time.Millisecond) {
+			o.mu.Lock()
+			over := o.live == nil
+			o.mu.Unlock()
+			if over {
+				break
+			}
+			if time.Since(begun) > time.Minute {
+				t.Error("the rank still records")
+				break
+			}
+		}
+		r.Do(testcluster.Barrier("later"))
+		if got := recorder.Since(second.Next()); len(got.Entries) != 0 {
+			t.Errorf("rank %d has recorded %+v without a reader", r.Rank, got)
+		}
+	})
 }

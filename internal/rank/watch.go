@@ -2,6 +2,7 @@ package rank
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -60,6 +61,9 @@ type Watch struct {
 	engine   *engine.Engine // nil before Attach
 	metrics  *metrics.Server
 	reported []reportedStall // the last stalls, oldest first
+	// live records for a reader that asks again and again, or is nil. forget is the timer that ends it.
+	live   *live.Recorder
+	forget *time.Timer
 }
 
 // reportedStall is a stall with the time of its last report.
@@ -75,6 +79,8 @@ const (
 	// verdict it takes the first rank that ends for the cause.
 	verdictTimeout = 1500 * time.Millisecond
 	reportTimeout  = 500 * time.Millisecond
+	// readerTime is how long operations are recorded after a reader has asked for them.
+	readerTime = 10 * time.Second
 	// maxStalls is the maximum number of stall reports that wait for forwardStalls. It is also the maximum
 	// number of stalls in a dump.
 	maxStalls = 16
@@ -149,6 +155,9 @@ func (r *Watch) Close() error {
 	}
 	r.mu.Lock()
 	server := r.metrics
+	if r.forget != nil {
+		r.forget.Stop()
+	}
 	r.mu.Unlock()
 	if server == nil {
 		return nil
@@ -204,6 +213,8 @@ func (r *Watch) answer() {
 		case joblink.State:
 			since, _ := strconv.ParseUint(rest, 10, 64) // without a number, all steps are asked for
 			return r.state(since)
+		case joblink.Records:
+			return r.records(rest)
 		}
 		return nil
 	})
@@ -231,6 +242,48 @@ func (r *Watch) state(since uint64) []byte {
 	text, err := s.Encode()
 	if err != nil {
 		r.cfg.Log.Warn("encoding the state for the launcher failed", zap.Error(err))
+	}
+	return text
+}
+
+// records returns what the rank has recorded, in the encoding for the launcher. question has the number of
+// the first entry that is wanted (joblink.Records). From the first call on the rank records, until there is
+// no call for readerTime.
+func (r *Watch) records(question string) []byte {
+	from, asked := uint64(0), false
+	for _, part := range strings.Fields(question) {
+		if of, number, _ := strings.Cut(part, ":"); of == strconv.Itoa(r.cfg.Rank) {
+			var err error
+			from, err = strconv.ParseUint(number, 10, 64)
+			asked = err == nil
+		}
+	}
+	r.mu.Lock()
+	e := r.engine
+	if !asked || e == nil || r.ctx.Err() != nil {
+		r.mu.Unlock()
+		return nil
+	}
+	if r.live == nil {
+		recorder := live.NewRecorder()
+		r.live = recorder
+		e.Watch(recorder)
+		r.forget = time.AfterFunc(readerTime, func() {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.live = nil
+			e.Unwatch(recorder)
+		})
+	}
+	r.forget.Reset(readerTime)
+	recorded := r.live.Since(from)
+	r.mu.Unlock()
+	recorded.Rank, recorded.Size, recorded.Epoch = r.cfg.Rank, r.cfg.Size, r.cfg.Epoch
+	recorded.Host, recorded.Clock, recorded.Sets = r.cfg.Host, e.Clock(), r.cfg.Sets()
+	text, err := json.Marshal(recorded)
+	if err != nil {
+		r.cfg.Log.Warn("encoding the operations for the launcher failed", zap.Error(err))
+		return nil
 	}
 	return text
 }

@@ -75,14 +75,14 @@ type Record struct {
 type Operation struct {
 	// Records has one record for each tensor, at least one. They differ only in what belongs to the tensor,
 	// which includes Submitted and Sent.
-	Records []Record
+	Records []Record `json:"records"`
 	// Activities are the parts of the execution between Begun and Ended, in order. They do not overlap, but
 	// there may be gaps between them.
-	Activities []Activity
+	Activities []Activity `json:"activities,omitempty"`
 	// Arrivals has, for one record after the other, the times at which the members' requests reached the
 	// coordinator, in the order of their positions in the process set. A member that had joined has the time
 	// 0. Arrivals is empty except at rank 0.
-	Arrivals []time.Duration
+	Arrivals []time.Duration `json:"arrivals_ns,omitempty"`
 }
 
 // ArrivalsOf returns the part of Arrivals that belongs to record i.
@@ -94,16 +94,18 @@ func (o *Operation) ArrivalsOf(i int) []time.Duration {
 // Activity is a part of an operation. If Horovod has a name for the part, such as MEMCPY_IN_FUSION_BUFFER,
 // Name is the same. The name of the exchange consists of the backend and the kind, such as SHM_ALLREDUCE.
 type Activity struct {
-	Name       string
-	Begun, End time.Duration
+	Name  string        `json:"name"`
+	Begun time.Duration `json:"begun_ns"`
+	End   time.Duration `json:"end_ns"`
 }
 
 // Span is a time in which the program of a rank did something that the timeline shows.
 type Span struct {
-	Kind SpanKind
+	Kind SpanKind `json:"kind"`
 	// Name is the name of the tensor or the message for which the program waited, or that of the range.
-	Name       string
-	Begun, End time.Duration
+	Name  string        `json:"name"`
+	Begun time.Duration `json:"begun_ns"`
+	End   time.Duration `json:"end_ns"`
 }
 
 // SpanKind says what a program did in a Span.

@@ -47,7 +47,8 @@ type Timeline interface {
 type Observer struct {
 	start    time.Time
 	recorder Recorder // may be nil
-	timeline atomic.Pointer[Timeline]
+	// timelines are those that are on. The list is replaced, never changed.
+	timelines atomic.Pointer[[]Timeline]
 	// published is a copy of the coordinator's counters, and publishedAt is when it was made. Only the loop
 	// uses publishedAt.
 	published   atomic.Pointer[trace.Coordinator]
@@ -78,7 +79,15 @@ func New(start time.Time, recorder Recorder, fusionThreshold int64, tunes bool) 
 func (o *Observer) Since() time.Duration { return time.Since(o.start) }
 
 // Watched reports whether a timeline is on.
-func (o *Observer) Watched() bool { return o.timeline.Load() != nil }
+func (o *Observer) Watched() bool { return len(o.watching()) > 0 }
+
+// watching returns the timelines that are on.
+func (o *Observer) watching() []Timeline {
+	if all := o.timelines.Load(); all != nil {
+		return *all
+	}
+	return nil
+}
 
 // Ended records that w has ended. It must be called before the results of w's tensors are reported. err is
 // nil if w has completed. Otherwise it is the reason why w has failed.
@@ -159,8 +168,8 @@ func (o *Observer) record() {
 	if o.recorder != nil {
 		o.recorder.Record(&o.op)
 	}
-	if t := o.timeline.Load(); t != nil {
-		(*t).Record(&o.op)
+	for _, t := range o.watching() {
+		t.Record(&o.op)
 	}
 	clear(o.op.Records)
 }
@@ -197,8 +206,11 @@ func (o *Observer) Tuned(at time.Duration, v *message.Tuning) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.fusionThreshold, o.tuning = v.FusionThresholdBytes, v
-	if t := o.timeline.Load(); t != nil && o.tunes {
-		(*t).Tuned(at, v)
+	if !o.tunes {
+		return
+	}
+	for _, t := range o.watching() {
+		t.Tuned(at, v)
 	}
 }
 
@@ -219,9 +231,12 @@ func (o *Observer) EndSpan(kind trace.SpanKind, name string, begun time.Duration
 		return
 	}
 	name = name[:min(len(name), maxSpanName)]
-	// The epoch may be another one than that of BeginSpan, with a clock of its own.
-	if t, now := o.timeline.Load(), o.Since(); t != nil && begun <= now {
-		(*t).Span(trace.Span{Kind: kind, Name: name, Begun: begun, End: now})
+	now := o.Since()
+	if begun > now {
+		return // the epoch is another one than that of BeginSpan, with a clock of its own
+	}
+	for _, t := range o.watching() {
+		t.Span(trace.Span{Kind: kind, Name: name, Begun: begun, End: now})
 	}
 }
 
@@ -233,8 +248,8 @@ func (o *Observer) MarkStep(number uint64) {
 	if o.steps.begin(o.Since(), o.counts.Steps, number) {
 		o.cut.Store(true)
 	}
-	if t := o.timeline.Load(); t != nil {
-		(*t).Step(o.Since(), number)
+	for _, t := range o.watching() {
+		t.Step(o.Since(), number)
 	}
 }
 
@@ -266,7 +281,7 @@ func (o *Observer) MessageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, 
 		op.Activities = append(op.Activities, trace.Activity{Name: exchangeNames[r.Backend][r.Kind],
 			Begun: r.Granted, End: now})
 	}
-	if o.recorder != nil || o.timeline.Load() != nil {
+	if o.recorder != nil || o.Watched() {
 		l := o.label(labelKeyOf(me, m))
 		r.Name, r.Shape = l.name, l.shape
 	}
@@ -313,37 +328,38 @@ func (o *Observer) Align(m trace.Offset) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.offset, o.aligned = m, true
-	if t := o.timeline.Load(); t != nil {
-		(*t).Offset(m)
+	for _, t := range o.watching() {
+		t.Offset(m)
 	}
 }
 
-// Watch makes t the timeline and returns the previous timeline. From now on, t receives a record of every
-// operation that ends. If t is nil, Watch switches the timeline off. An operation in progress may be reported
-// to either timeline. The observer does not own t.
-func (o *Observer) Watch(t Timeline) (before Timeline) {
+// Watch switches a timeline on. From now on, it receives a record of every operation that ends. The observer
+// does not own it.
+func (o *Observer) Watch(t Timeline) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	var next *Timeline
-	if t != nil {
-		next = &t
-		if o.aligned {
-			t.Offset(o.offset)
-		}
-		if o.tuning != nil && o.tunes {
-			t.Tuned(o.Since(), o.tuning)
-		}
+	if o.aligned {
+		t.Offset(o.offset)
 	}
-	if old := o.timeline.Swap(next); old != nil {
-		before = *old
+	if o.tuning != nil && o.tunes {
+		t.Tuned(o.Since(), o.tuning)
 	}
-	return before
+	all := append(slices.Clone(o.watching()), t)
+	o.timelines.Store(&all)
+}
+
+// Unwatch switches a timeline off. It may still receive the end of an operation in progress.
+func (o *Observer) Unwatch(t Timeline) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	all := slices.DeleteFunc(slices.Clone(o.watching()), func(other Timeline) bool { return other == t })
+	o.timelines.Store(&all)
 }
 
 // Cycle records that this rank has applied a cycle of the negotiation at the given time.
 func (o *Observer) Cycle(at time.Duration) {
-	if t := o.timeline.Load(); t != nil {
-		(*t).Cycle(at)
+	for _, t := range o.watching() {
+		t.Cycle(at)
 	}
 }
 

@@ -80,6 +80,12 @@ func (r *rankReader) operations(yield func(*operation) bool) error {
 	for _, s := range r.files.segments {
 		r.shift, r.tracks, r.stage = s.monotonic-r.files.clock.base, make(map[int64]string), outside
 		more := true
+		if s.path == "" {
+			if !r.recorded(s, yield) {
+				return nil
+			}
+			continue
+		}
 		err := s.events(func(text jsontext.Value) error {
 			err := parse(text, &e)
 			ended := false

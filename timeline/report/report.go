@@ -476,6 +476,13 @@ func (r *Report) fillTensors(c *collection) {
 func (r *Report) fillProblems(j *Job, c *collection) {
 	add := func(format string, args ...any) { r.Problems = append(r.Problems, fmt.Sprintf(format, args...)) }
 	r.Problems = append(r.Problems, j.damages()...)
+	if j.running {
+		if len(r.Missing) > 0 && r.Operations > 0 {
+			add("the operations of %s are not read while the job runs: the times at which their requests arrived at rank 0 are used instead",
+				topo.FormatRanks(r.Missing))
+		}
+		return
+	}
 	if len(r.Missing) > 0 {
 		add("there is no file of %s: for operations of process set 0, the times at which their requests arrived at rank 0 are used instead, if rank 0's file has these times", topo.FormatRanks(r.Missing))
 	}

@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"github.com/go-json-experiment/json/jsontext"
+
+	"github.com/gohvd/gohvd/internal/live"
 )
 
 const (
@@ -26,9 +28,10 @@ const (
 	maxSets, maxPending = 1 << 10, 1 << 10
 )
 
-// source is one timeline file of a rank.
+// source is one timeline file of a rank, or what a rank of a running job has recorded.
 type source struct {
-	path string
+	path    string
+	entries []live.Entry // used instead of a file if path is empty
 
 	// survey sets the following fields. Times are in ns, except that start is in microseconds since 1970.
 	rank, size       int
@@ -239,6 +242,8 @@ type Job struct {
 	size  int
 	// problems has texts for the report that say what is wrong with the files.
 	problems []string
+	// running says that this is a running job, without files.
+	running bool
 }
 
 // Open finds and surveys the files of a job. Each path is a folder or a rank's file. If a path is rank

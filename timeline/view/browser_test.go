@@ -103,6 +103,7 @@ func (p *tab) wait(expression string) {
 	p.Helper()
 	_, err := chromedp.Run(p.ctx, chromedp.Poll[bool](expression, chromedp.WithPollingTimeout(time.Minute)))
 	if err != nil {
+		p.noFaults()
 		p.Fatalf("%.200s: %v; the page says %q", expression, err, p.text("document.body.innerText.slice(0, 500)"))
 	}
 }
@@ -139,11 +140,21 @@ func (p *tab) noFaults() {
 // serve serves a page and returns its server.
 func serve(t testing.TB, source Source) *Server {
 	t.Helper()
+	return serveAs(t, func(addr string) *Server { return NewServer(source, addr) })
+}
+
+func serveLive(t testing.TB, l *Live) *Server {
+	t.Helper()
+	return serveAs(t, func(addr string) *Server { return NewLiveServer(l, addr) })
+}
+
+func serveAs(t testing.TB, newServer func(addr string) *Server) *Server {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := NewServer(source, l.Addr().String())
+	s := newServer(l.Addr().String())
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- s.Serve(ctx, l) }()

@@ -23,7 +23,7 @@ const maxExported = 12 << 20
 // modules are the modules of the page, those first that import no other. In an exported page they are one
 // script, because a page from a file cannot load modules.
 var modules = []string{"format.js", "dom.js", "data.js", "state.js", "timeline.js", "grid.js", "strip.js",
-	"tables.js", "main.js"}
+	"tables.js", "live.js", "main.js"}
 
 // anonymous is a Source without the command, the settings and the paths of a job, which an exported page does
 // not need.

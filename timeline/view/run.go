@@ -38,6 +38,7 @@ const (
 type Run struct {
 	// Title is shown above the page.
 	Title  string
+	live   bool // set by Live
 	report *report.Report
 	*report.Details
 	lanes []*lane // indexed by rank, like Details.Ranks

@@ -29,8 +29,10 @@ var page embed.FS
 const (
 	// maxCached limits the bytes of the answers that a Server keeps, and of their addresses. An answer counts
 	// for entryBytes more, so that their number is limited too.
-	maxCached  = 64 << 20
-	entryBytes = 1 << 10
+	// Those about a running job are soon out of date.
+	maxCached     = 64 << 20
+	maxCachedLive = 16 << 20
+	entryBytes    = 1 << 10
 	// maxConnections limits the connections of a Server. A browser opens six.
 	maxConnections = 32
 	// policy lets the page load only its own files, and lets no text of it become markup or script.
@@ -39,9 +41,10 @@ const (
 		"require-trusted-types-for 'script'; trusted-types 'none'"
 )
 
-// Server serves the page about a Source.
+// Server serves the page about a Source, or about a running job.
 type Server struct {
 	source Source
+	live   *Live  // nil unless the job runs; then source is not used
 	host   string // a further name by which a browser may reach the server
 	port   string
 	files  map[string][]byte
@@ -85,6 +88,36 @@ func NewServer(source Source, addr string) *Server {
 	s.files["/"] = s.files["/index.html"]
 	return s
 }
+
+// NewLiveServer returns a Server for a running job.
+func NewLiveServer(l *Live, addr string) *Server {
+	s := NewServer(nil, addr)
+	s.live, s.maxBytes = l, maxCachedLive
+	return s
+}
+
+// of returns the Source that a request is about, and its name. run is the name that the request has, or
+// empty.
+func (s *Server) of(run string) (Source, string, error) {
+	if s.live == nil {
+		return s.source, s.id, nil
+	}
+	version := 0
+	if id, text, named := strings.Cut(run, "."); named && id == s.id {
+		version, _ = strconv.Atoi(text) // a wrong number is not kept either
+		if version < 1 {
+			version = -1
+		}
+	}
+	source, version := s.live.at(version)
+	if source == nil {
+		return nil, "", errors.New("this moment of the job is not kept any more: choose Follow to see the present")
+	}
+	return source, s.runOf(version), nil
+}
+
+// runOf returns the name of a version of a running job.
+func (s *Server) runOf(version int) string { return fmt.Sprintf("%s.%d", s.id, version) }
 
 // URL returns the address of the page. Its token is valid for one use.
 func (s *Server) URL() string {
@@ -177,6 +210,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			http.StatusForbidden)
 	case strings.HasPrefix(r.URL.Path, "/data/"):
 		s.data(w, r)
+	case r.URL.Path == "/live" && s.live != nil:
+		s.live.stream(w, r, s.runOf)
 	default:
 		s.file(w, r)
 	}
@@ -233,7 +268,12 @@ func (s *Server) file(w http.ResponseWriter, r *http.Request) {
 
 // data answers a request for data.
 func (s *Server) data(w http.ResponseWriter, r *http.Request) {
-	key := r.URL.RequestURI()
+	source, run, err := s.of(r.URL.Query().Get("run"))
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusGone)
+		return
+	}
+	key := run + " " + r.URL.RequestURI()
 	s.mu.Lock()
 	a := s.cached[key]
 	fresh := a == nil
@@ -243,7 +283,7 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Unlock()
 	if fresh {
-		s.compute(key, a, r)
+		s.compute(key, a, r, source, run)
 	}
 	select {
 	case <-a.done:
@@ -257,7 +297,7 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
 	h.Set("Content-Type", a.kind)
 	h.Set("Vary", "Accept-Encoding")
-	if r.URL.Query().Get("run") == s.id {
+	if r.URL.Query().Get("run") == run {
 		h.Set("Cache-Control", "private, max-age=86400, immutable")
 	}
 	if strings.Contains(r.Header.Get("Accept-Encoding"), "gzip") {
@@ -275,7 +315,7 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 
 // compute makes an answer. Only a few are made at a time. The answer stays in the cache if it is no error and
 // the cache has room.
-func (s *Server) compute(key string, a *answer, r *http.Request) {
+func (s *Server) compute(key string, a *answer, r *http.Request, source Source, run string) {
 	s.work <- struct{}{}
 	a.err = errors.New("the server has failed") // after a panic, which net/http logs
 	defer func() {
@@ -299,7 +339,7 @@ func (s *Server) compute(key string, a *answer, r *http.Request) {
 			}
 		}
 	}()
-	body, kind, err := answerTo(s.source, s.id, path.Base(r.URL.Path), r.URL.Query())
+	body, kind, err := answerTo(source, run, path.Base(r.URL.Path), r.URL.Query())
 	a.body, a.kind, a.err = pack(body), kind, err
 }
 

@@ -51,6 +51,8 @@ type Info struct {
 	BeginUS float64 `json:"begin_us"`
 	// Matrix is false if there are too many ranks for the grid "waits".
 	Matrix bool `json:"matrix"`
+	// Live is true if the job runs, so that there is a stream of its states.
+	Live bool `json:"live"`
 }
 
 // RankInfo describes a rank.
@@ -109,8 +111,8 @@ func (v *Run) perColumn() int { return max((len(v.Steps)+maxColumns-1)/maxColumn
 func (v *Run) Info() *Info {
 	i := &Info{Title: v.Title, BeginUS: micros(v.Begin),
 		Phases: phaseNames, Names: v.names, StepsPerColumn: v.perColumn(),
-		TileRows: tileRows, TileBuckets: tileBuckets, MaxLevel: maxLevel, Matrix: v.Waits != nil,
-		Ranks: []RankInfo{}}
+		Live: v.live, TileRows: tileRows, TileBuckets: tileBuckets, MaxLevel: maxLevel,
+		Matrix: v.Waits != nil, Ranks: []RankInfo{}}
 	i.Columns = (len(v.Steps) + i.StepsPerColumn - 1) / i.StepsPerColumn
 	if i.Names == nil {
 		i.Names = []string{}

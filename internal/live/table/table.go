@@ -203,6 +203,25 @@ func (s *States) rows() []row {
 	return rows
 }
 
+// Cells returns the titles of all columns, and the row of each process in their order, without styles.
+func (s *States) Cells() (titles []string, rows [][]string) {
+	if s.Last == nil {
+		return nil, nil
+	}
+	columns := columnsOf(s.Last.What, false, 1<<10)
+	for _, c := range columns {
+		titles = append(titles, c.title)
+	}
+	for _, k := range s.rows() {
+		var row []string
+		for _, c := range columns {
+			row = append(row, c.text(&k))
+		}
+		rows = append(rows, row)
+	}
+	return titles, rows
+}
+
 // doing says what a rank does.
 func doing(r *analysis.Rank) (state, string) {
 	if r.First == nil {

@@ -35,7 +35,7 @@ async function body(name, query) {
 // json returns data that is JSON.
 export async function json(name, query = {}) { return (await body(name, query)).json(); }
 
-// setRun sets the name of the run.
+// setRun sets the name of the run. The name of a running job changes with each of its states.
 export function setRun(id) { run = id; }
 
 // grid returns the rows of numbers of a picture of cells.
@@ -73,9 +73,11 @@ const maxBytes = 48 << 20;
 const tiles = new Map(); // the tiles by their key, in the order of their last use
 let held = 0;
 
+function keyOf(q) { return `${run}|${q.rows}|${q.align}|${q.level}|${q.index}|${q.group}`; }
+
 // tile returns a tile, or undefined while it is fetched. It calls ready when the tile has come.
 export function tile(query, ready) {
-  const key = `${query.rows}|${query.align}|${query.level}|${query.index}|${query.group}`;
+  const key = keyOf(query);
   const known = tiles.get(key);
   if (known) {
     tiles.delete(key);
@@ -104,6 +106,6 @@ export function tile(query, ready) {
 
 // cached returns a tile only if it is there already.
 export function cached(query) {
-  const t = tiles.get(`${query.rows}|${query.align}|${query.level}|${query.index}|${query.group}`)?.tile;
+  const t = tiles.get(keyOf(query))?.tile;
   return t && !t.failed ? t : undefined;
 }

@@ -148,8 +148,9 @@ function clip(c, text, width) {
 }
 
 // heatMap connects the heat map with the page.
-export function heatMap(info, report, state, choose) {
+export function heatMap(state, choose) {
   const canvas = $('heat');
+  let info, report;
   const left = () => (canvas.clientWidth < 700 ? 50 : 130);
   const words = {
     caused: us => `made the others wait for ${duration(us)}, all their waiting added up`,
@@ -191,13 +192,17 @@ export function heatMap(info, report, state, choose) {
       }
     },
   });
+  const note = $('heat-note').textContent;
   return {
+    // update shows a report, at the next refresh.
+    update(theInfo, theReport) {
+      [info, report, this.metric] = [theInfo, theReport, undefined];
+      cells.data = undefined; // until those of the report are there
+      canvas.hidden = !info.columns;
+      $('heat-note').textContent = info.columns ? note : 'There are no steps, because no tensor name occurs more than once.';
+    },
     async refresh() {
-      if (!info.columns) {
-        canvas.hidden = true;
-        $('heat-note').textContent = 'There are no steps, because no tensor name occurs more than once.';
-        return;
-      }
+      if (!info.columns) return;
       if (this.metric !== state.metric) {
         const metric = this.metric = state.metric;
         const data = await grid(metric);
@@ -214,13 +219,9 @@ export function heatMap(info, report, state, choose) {
 }
 
 // matrix connects the picture of who waited for whom with the page.
-export async function matrix(info, report, choose) {
+export function matrix(choose) {
   const canvas = $('waits');
-  if (!info.matrix) {
-    $('waits-body').replaceChildren('This picture is shown for up to 256 ranks.');
-    return { refresh() {} };
-  }
-  const data = await grid('waits');
+  let info;
   const rank = i => info.ranks[i].rank;
   const left = () => 64;
   const cells = new Cells(canvas, {
@@ -244,12 +245,20 @@ export async function matrix(info, report, choose) {
       c.fillText('Rank …', 4, 30);
     },
   });
-  cells.show(data, report.duration_us / 10);
-  const pairs = [];
-  data.cells.forEach((us, i) => { if (us > 0) pairs.push([us, rank(Math.floor(i / data.columns)), rank(i % data.columns)]); });
-  pairs.sort((a, b) => b[0] - a[0]);
-  $('pairs').replaceChildren(...pairs.slice(0, 10).map(([us, waiter, late]) => el('tr', {},
-    el('td', {}, 'rank ' + waiter), el('td', {}, 'rank ' + late), el('td', { class: 'number' }, duration(us)))));
-  if (!pairs.length) $('waits-body').replaceChildren('No rank waited for another.');
-  return { refresh() { cells.draw(); } };
+  return {
+    // update shows a report.
+    async update(theInfo, report) {
+      const data = theInfo.matrix ? await grid('waits') : { rows: 0, columns: 0, cells: [] };
+      info = theInfo;
+      const pairs = [];
+      data.cells.forEach((us, i) => { if (us > 0) pairs.push([us, rank(Math.floor(i / data.columns)), rank(i % data.columns)]); });
+      pairs.sort((a, b) => b[0] - a[0]);
+      $('pairs').replaceChildren(...pairs.slice(0, 10).map(([us, waiter, late]) => el('tr', {},
+        el('td', {}, 'rank ' + waiter), el('td', {}, 'rank ' + late), el('td', { class: 'number' }, duration(us)))));
+      $('waits-body').hidden = !pairs.length;
+      $('waits-none').textContent = pairs.length ? '' : info.matrix ? 'No rank waited for another.' : 'This picture is shown for up to 256 ranks.';
+      cells.show(data, report.duration_us / 10);
+    },
+    refresh() { cells.draw(); },
+  };
 }

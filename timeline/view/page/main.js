@@ -5,6 +5,7 @@ import { json, setRun } from './data.js';
 import { count, duration, percent, plain, sentence, size } from './format.js';
 import { heatMap, matrix } from './grid.js';
 import { onChange, set, state } from './state.js';
+import { follow } from './live.js';
 import { strip } from './strip.js';
 import * as tables from './tables.js';
 import * as timeline from './timeline.js';
@@ -116,20 +117,26 @@ function themes(changed) {
   show();
 }
 
-async function start() {
+// load fetches the description and the report of the present state.
+async function load() {
   const info = await json('info');
-  setRun(info.run ?? '');
   const report = await json('report');
   report.steps_shown = stepsOf(info, report);
+  return [info, report];
+}
+
+async function start() {
+  let [info, report] = await load();
+  setRun(info.run ?? '');
   verdict(info, report);
   const toTimeline = () => $('timeline-section').scrollIntoView({ block: 'start' });
   timeline.start(info, report);
-  const line = strip(report, (from, to) => timeline.show(from, to, { align: '' }));
-  const heat = heatMap(info, report, state, (rank, from, to) => {
+  const line = strip((from, to) => timeline.show(from, to, { align: '' }));
+  const heat = heatMap(state, (rank, from, to) => {
     timeline.show(from, to, { rank, align: '' });
     toTimeline();
   });
-  const waits = await matrix(info, report, rank => {
+  const waits = matrix(rank => {
     set({ rank });
     toTimeline();
   });
@@ -152,7 +159,24 @@ async function start() {
     if ('op' in change) detail(info);
     await timeline.refresh();
   };
-  onChange(refresh);
+  // show shows another state of the job.
+  const show = async follow => {
+    [info, report] = await load();
+    timeline.renew(info, report, follow);
+    verdict(info, report);
+    line.update(report);
+    all.update(info, report);
+    heat.update(info, report);
+    await Promise.all([heat.refresh(), waits.update(info, report), timeline.refresh()]);
+  };
+  line.update(report);
+  heat.update(info, report);
+  await waits.update(info, report);
+  const stop = info.live ? follow(show) : () => {};
+  onChange(change => {
+    if (['from', 'to', 'op', 'align', 'rows'].some(k => k in change)) stop();
+    refresh(change);
+  });
   themes(() => {
     line.theme();
     timeline.theme();

@@ -6,32 +6,52 @@ import { duration } from './format.js';
 const shown = 4; // ranks with a colour of their own
 
 // strip connects the strip with the page. choose is called with the steps that are brushed.
-export function strip(report, choose) {
+export function strip(choose) {
   const place = $('strip');
-  const steps = report.steps_shown;
-  if (!steps.length) {
-    place.textContent = 'There are no steps, because no tensor name occurs more than once.';
-    $('brush').hidden = true;
-    return { theme() {} };
-  }
-  const worst = report.lateness.ranks.filter(r => r.held_us > 0).sort((a, b) => b.held_us - a.held_us);
-  const own = worst.slice(0, shown).map(r => r.rank);
-  const first = steps[0].number;
-  const numbers = steps.map((s, i) => first + i); // program numbers may repeat
-  const lengths = steps.map(s => s.us / s.steps / 1000);
-  // The ranks are stacked: each line is drawn over the one with one rank more.
-  const stacks = [...own, 'others'].map(() => []);
-  for (const s of steps) {
-    let sum = 0;
-    [...own, 'others'].forEach((rank, i) => {
-      for (const h of s.held) if (rank === 'others' ? !own.includes(h.rank) : h.rank === rank) sum += h.us;
-      stacks[i].push(sum / s.steps / 1000);
-    });
-  }
+  let steps = [], own = [], first = 0, numbers = [], lengths = [], stacks = [];
+  const length = $('strip-legend').firstElementChild;
   let plot;
 
+  // update shows a report.
+  function update(report) {
+    steps = report.steps_shown;
+    $('brush').hidden = !steps.length;
+    if (!steps.length) {
+      plot?.destroy();
+      plot = undefined;
+      place.textContent = 'There are no steps, because no tensor name occurs more than once.';
+      return;
+    }
+    const worst = report.lateness.ranks.filter(r => r.held_us > 0).sort((a, b) => b.held_us - a.held_us);
+    own = worst.slice(0, shown).map(r => r.rank);
+    first = steps[0].number;
+    numbers = steps.map((s, i) => first + i); // program numbers may repeat
+    lengths = steps.map(s => s.us / s.steps / 1000);
+    // The ranks are stacked: each line is drawn over the one with one rank more.
+    stacks = [...own, 'others'].map(() => []);
+    for (const s of steps) {
+      let sum = 0;
+      [...own, 'others'].forEach((rank, i) => {
+        for (const h of s.held) if (rank === 'others' ? !own.includes(h.rank) : h.rank === rank) sum += h.us;
+        stacks[i].push(sum / s.steps / 1000);
+      });
+    }
+    if (document.activeElement?.closest('#brush') === null) {
+      $('brush-from').value = steps[0].number;
+      $('brush-to').value = steps.at(-1).number;
+    }
+    const legend = own.map((rank, i) => el('li', {}, el('span', { class: 'swatch series-' + i, 'aria-hidden': 'true' }), `rank ${rank} held up all others`));
+    if (worst.length > shown) {
+      legend.push(el('li', {}, el('span', { class: 'swatch series-' + own.length, 'aria-hidden': 'true' }), 'other ranks'));
+    }
+    $('strip-legend').replaceChildren(length, ...legend);
+    make();
+  }
+
   function make() {
+    if (!steps.length) return;
     plot?.destroy();
+    place.replaceChildren();
     const c = document.createElement('canvas').getContext('2d');
     const fill = i => {
       const line = color('series-' + i);
@@ -88,13 +108,6 @@ export function strip(report, choose) {
     const b = steps.findLastIndex(s => s.number <= to) + 1;
     brush(a, Math.max(a, b));
   });
-  $('brush-from').value = steps[0].number;
-  $('brush-to').value = steps.at(-1).number;
-  const legend = own.map((rank, i) => el('li', {}, el('span', { class: 'swatch series-' + i, 'aria-hidden': 'true' }), `rank ${rank} held up all others`));
-  if (worst.length > shown) {
-    legend.push(el('li', {}, el('span', { class: 'swatch series-' + own.length, 'aria-hidden': 'true' }), 'other ranks'));
-  }
-  $('strip-legend').append(...legend);
   new ResizeObserver(() => plot?.setSize({ width: place.clientWidth, height: 190 })).observe(place);
-  return { theme: make };
+  return { theme: make, update };
 }

@@ -10,14 +10,14 @@ const mostRows = 200;
 const column = (name, value, format, title) => ({ name, value, format, title });
 const dash = format => v => (v === undefined ? '-' : format(v));
 
-// start connects the tables with the page. actions has what a click on a name does.
-export function start(info, report, actions) {
+// kindsOf returns the tables of a report. actions has what a click on a name does.
+function kindsOf(info, report, actions) {
   const numbers = new Map(info.names.map((name, i) => [name, i]));
   const late = new Map(report.lateness.ranks.map(r => [r.rank, r]));
   const of = key => r => late.get(r.rank)?.[key];
   const phases = new Map(report.phases.map(p => [p.rank, p]));
   const inPhase = name => r => phases.get(r.rank)?.us[name];
-  const kinds = {
+  return {
     ranks: {
       rows: info.ranks, first: 'held up all',
       columns: [
@@ -79,6 +79,11 @@ export function start(info, report, actions) {
       act: s => actions.step(s),
     },
   };
+}
+
+// start connects the tables with the page.
+export function start(info, report, actions) {
+  let kinds = kindsOf(info, report, actions);
 
   function rowsOf(kind) {
     const k = kinds[kind];
@@ -161,5 +166,12 @@ export function start(info, report, actions) {
     set({ table: next, sort: '', filter: '' });
     $('tab-' + next).focus();
   });
-  return { refresh };
+  return {
+    refresh,
+    // update shows another report.
+    update(info, report) {
+      kinds = kindsOf(info, report, actions);
+      refresh();
+    },
+  };
 }

@@ -20,6 +20,9 @@ let colors = [], patterns = {};
 let scroll = 0;
 let cursor = { row: 0, us: null }; // the row and the time that the keyboard has chosen
 let planned = false;
+let following = false; // the end of a running job is shown
+let frozen = false;    // the last frame stays until the tiles of a new state have come
+let stale = false;     // labels and windowOf are of an earlier state
 let choices = 0; // the number of calls of choose
 const bitmaps = new WeakMap();
 
@@ -32,8 +35,11 @@ const canvas = () => $('timeline');
 // gutter is the width of the labels.
 function gutter() { return canvas().clientWidth < 700 ? 84 : 150; }
 
+const recent = 10e6; // the time that is shown of a running job, in microseconds
+
 // visible returns the time that is shown.
 function visible() {
+  if (following && state.from === '') return [Math.max(windowOf.from_us, windowOf.to_us - recent), windowOf.to_us];
   const from = state.from === '' ? windowOf.from_us : Number(state.from);
   const to = state.to === '' ? windowOf.to_us : Number(state.to);
   return to > from ? [from, to] : [windowOf.from_us, windowOf.to_us];
@@ -69,7 +75,9 @@ function layout() {
 export async function refresh() {
   let failed;
   const fail = error => { failed = error; };
-  if (align !== state.align) {
+  const anew = stale;
+  stale = false;
+  if (align !== state.align || anew) {
     const wanted = align = state.align;
     const fetched = await json('window', wanted ? { align: wanted } : {}).catch(fail) ??
       await json('window').catch(fail);
@@ -77,9 +85,9 @@ export async function refresh() {
     windowOf = fetched ?? windowOf;
   }
   const rows = state.open === '' ? '' : 'rank:' + state.open;
-  if (labelsOf !== rows) {
+  if (labelsOf !== rows || anew) {
+    if (labelsOf !== rows) labels = [];
     labelsOf = rows;
-    labels = [];
     const fetched = rows ? await json('labels', { rows }).catch(fail) : [];
     if (labelsOf !== rows) return;
     labels = fetched ?? [];
@@ -168,9 +176,11 @@ function paint() {
   const most = Math.max(240, Math.round(window.innerHeight * 0.7));
   const height = Math.min(all + axisHeight + 8, most);
   scroll = Math.max(0, Math.min(scroll, all + axisHeight + 8 - height));
-  const c = fit(c0, width, height);
   const left = gutter();
   const [from, to] = visible();
+  if (frozen && !complete(parts, from, to)) return;
+  frozen = false;
+  const c = fit(c0, width, height);
   const x = us => left + (us - from) / (to - from) * (width - left);
   drawn.rectangles = drawn.bitmaps = 0;
   c.fillStyle = color('surface');
@@ -202,6 +212,18 @@ function paint() {
   drawn.frames++;
   drawn.mostRectangles = Math.max(drawn.mostRectangles, drawn.rectangles);
   drawn.mostBitmaps = Math.max(drawn.mostBitmaps, drawn.bitmaps);
+}
+
+// complete reports whether all tiles of a picture are there. Those that are not are fetched.
+function complete(parts, from, to) {
+  let all = true;
+  for (const g of groups(parts)) {
+    for (const slot of slots(from, to)) {
+      const query = { rows: g.rows, level: slot.level, index: slot.index, group: g.group, align: state.align };
+      all = !!tile(query, draw) && all;
+    }
+  }
+  return all;
 }
 
 function rectangle(c, x, y, w, h) {
@@ -529,10 +551,19 @@ function key(e) {
   return true;
 }
 
-// start connects the timeline with the page.
-export function start(theInfo, theReport) {
+// freeze keeps the picture until renew was called and the data of the new state are there.
+export function freeze() { frozen = stale = true; }
+
+// renew shows another state of a job. If follow is set, its end is shown.
+export function renew(theInfo, theReport, follow) {
   info = theInfo;
   report = theReport;
+  following = follow;
+}
+
+// start connects the timeline with the page.
+export function start(theInfo, theReport) {
+  renew(theInfo, theReport, false);
   const c = canvas();
   c.addEventListener('keydown', e => { if (key(e)) e.preventDefault(); });
   c.addEventListener('focus', draw);

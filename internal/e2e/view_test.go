@@ -1,0 +1,177 @@
+package e2e
+
+import (
+	"bufio"
+	"encoding/json"
+	"net/http"
+	"net/http/cookiejar"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	timelines "github.com/gohvd/gohvd/timeline/report"
+	"github.com/gohvd/gohvd/timeline/view"
+)
+
+// livePage is the page of a running job, as a browser loads it.
+type livePage struct {
+	t     *testing.T
+	http  http.Client
+	base  string
+	lines *bufio.Reader
+}
+
+// openPage opens the page with the address in a line of hvdrun, and begins to follow the job.
+func openPage(t *testing.T, line string) *livePage {
+	t.Helper()
+	url := regexp.MustCompile(`http://\S+`).FindString(line)
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &livePage{t: t, http: http.Client{Jar: jar}}
+	t.Cleanup(p.http.CloseIdleConnections)
+	a, err := p.http.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.Body.Close()
+	p.base, _, _ = strings.Cut(url, "?")
+	if a, err = p.http.Get(p.base + "live"); err != nil || a.StatusCode != http.StatusOK {
+		t.Fatalf("got %+v, %v, want the states of the job", a, err)
+	}
+	t.Cleanup(func() { a.Body.Close() })
+	p.lines = bufio.NewReader(a.Body)
+	return p
+}
+
+// until reads states until a condition holds, and returns that state.
+func (p *livePage) until(what string, is func(s *view.State) bool) *view.State {
+	p.t.Helper()
+	last := ""
+	for {
+		line, err := p.lines.ReadString('\n')
+		if err != nil {
+			p.t.Fatalf("%v before %s; the last state is %s", err, what, last)
+		}
+		if text, has := strings.CutPrefix(line, "data: "); has {
+			last = text
+			s := new(view.State)
+			if err := json.Unmarshal([]byte(text), s); err != nil {
+				p.t.Fatal(err)
+			}
+			if is(s) {
+				return s
+			}
+		}
+	}
+}
+
+// report returns the report that belongs to a state.
+func (p *livePage) report(s *view.State) *timelines.Report {
+	p.t.Helper()
+	a, err := p.http.Get(p.base + "data/report?run=" + s.Run)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	defer a.Body.Close()
+	r := new(timelines.Report)
+	if a.StatusCode == http.StatusOK { // else it was replaced meanwhile
+		if err := json.NewDecoder(a.Body).Decode(r); err != nil {
+			p.t.Fatal(err)
+		}
+	}
+	return r
+}
+
+// The page of hvdrun --view shows the operations and steps of all ranks while the job runs, and its end. The
+// end of the job does not wait for the page.
+func TestViewOfARunningJob(t *testing.T) {
+	t.Parallel()
+	file := t.TempDir() + "/end"
+	j := startHvdrun(t, nil, []string{"-np", "4", "--view"}, "steps", "E2E_END="+file)
+	var p *livePage
+	j.untilError("the address of the page", func(text string) bool {
+		if strings.Contains(text, "open http://127.0.0.1:") {
+			p = openPage(t, text)
+		}
+		return p != nil
+	})
+	seen := int64(0)
+	p.until("operations of four ranks, and more of them later", func(s *view.State) bool {
+		r := p.report(s)
+		if len(r.Files) != 4 || r.Steps == 0 || !r.StepsMarked || len(r.Problems) > 0 {
+			return false
+		}
+		first := seen == 0
+		later := r.Operations > seen
+		seen = max(seen, r.Operations)
+		return !first && later && len(s.Rows) == 4
+	})
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := p.until("the end", func(s *view.State) bool { return s.Ended })
+	if !strings.Contains(s.Verdict, "all ranks ended with status 0") || s.Alarm {
+		t.Errorf("got the verdict %q", s.Verdict)
+	}
+	if r := p.report(s); r.Operations < seen/2 {
+		t.Errorf("at the end the page has %d operations, want those that were recorded", r.Operations)
+	}
+	if status := j.wait(); status != 0 {
+		t.Errorf("the job ended with status %d", status)
+	}
+}
+
+// hvdrun view shows a stall with its tensor and the missing rank, and stays when the job has ended.
+func TestViewOfAStall(t *testing.T) {
+	t.Parallel()
+	xdg := t.TempDir()
+	j := startHvdrun(t, nil, []string{"-np", "4", "--stall-check-warning-time-seconds", "2"}, "stalls",
+		"XDG_RUNTIME_DIR="+xdg, "HVD_LIVENESS_SECONDS=300")
+	j.ready(4)
+	v := exec.CommandContext(t.Context(), hvdrunPath, "view")
+	v.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+xdg, "TMPDIR="+xdg)
+	out, err := v.StdoutPipe()
+	if err == nil {
+		err = v.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(line, err)
+	}
+	p := openPage(t, line)
+	s := p.until("the stall", func(s *view.State) bool {
+		return len(s.Problems) > 0 && s.Problems[0].Alarm && strings.HasPrefix(s.Problems[0].Text,
+			`STALLED: Rank 2 has not called allreduce "grad/7", for which ranks 0, 1 and 3 have waited for`)
+	})
+	if len(s.Missing) != 1 || s.Missing[0] != 2 {
+		t.Errorf("got the missing ranks %v, want 2", s.Missing)
+	}
+	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
+		t.Fatal(err)
+	}
+	s = p.until("the end", func(s *view.State) bool { return s.Ended })
+	if !strings.Contains(s.Verdict, "exit status 130") || !s.Alarm {
+		t.Errorf("got the verdict %q", s.Verdict)
+	}
+	j.wait()
+	if a, err := p.http.Get(p.base + "data/report"); err != nil || a.StatusCode != http.StatusOK {
+		t.Errorf("after the end of the job: got %v, %v, want the report", a, err)
+	} else {
+		a.Body.Close()
+	}
+	if err := v.Process.Signal(unix.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	if err := v.Wait(); err != nil {
+		t.Errorf("hvdrun view: %v", err)
+	}
+}

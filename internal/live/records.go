@@ -1,0 +1,155 @@
+package live
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
+)
+
+// maxRecordBytes limits what a Recorder keeps, by Entry.size. It is less than what a rank may send in one
+// answer. The constants below say what a part of an entry takes as JSON, roughly.
+const (
+	maxRecordBytes                         = 4 << 20
+	entryBytes, recordBytes, activityBytes = 64, 400, 96
+	arrivalBytes                           = 20
+	maxOffsets                             = 64
+)
+
+// Recorder is a timeline in memory of limited size: what a rank has done since a reader began to ask for it.
+// Its methods are those of watch.Timeline.
+type Recorder struct {
+	mu      sync.Mutex
+	entries []Entry
+	bytes   int
+	next    uint64 // the number of the next entry
+	offsets []trace.Offset
+}
+
+// NewRecorder returns an empty Recorder. Its entries have greater numbers than those of earlier ones of the
+// process, so that a reader notices that entries are missing in between.
+func NewRecorder() *Recorder { return &Recorder{next: uint64(time.Now().UnixNano())} }
+
+// Entry is what a rank has recorded at one moment: the end of an operation, the end of a span, or the
+// beginning of a step.
+type Entry struct {
+	Operation *trace.Operation `json:"operation,omitempty"`
+	Span      *trace.Span      `json:"span,omitempty"`
+	Step      *Mark            `json:"step,omitempty"`
+}
+
+// Mark says that the training step with a number begins.
+type Mark struct {
+	At     time.Duration `json:"at_ns"`
+	Number uint64        `json:"number"`
+}
+
+// Size returns about how many bytes an entry takes.
+func (e *Entry) Size() int {
+	n := entryBytes
+	if o := e.Operation; o != nil {
+		n += recordBytes*len(o.Records) + activityBytes*len(o.Activities) + arrivalBytes*len(o.Arrivals)
+		for i := range o.Records {
+			n += len(o.Records[i].Name) + len(o.Records[i].Error)
+		}
+	}
+	if e.Span != nil {
+		n += len(e.Span.Name)
+	}
+	return n
+}
+
+// add adds an entry. If there is no room, it drops the oldest ones.
+func (r *Recorder) add(e Entry) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.entries, r.next, r.bytes = append(r.entries, e), r.next+1, r.bytes+e.Size()
+	for r.bytes > maxRecordBytes {
+		r.bytes -= r.entries[0].Size()
+		r.entries = r.entries[1:]
+	}
+}
+
+// Record records an operation that has ended.
+func (r *Recorder) Record(op *trace.Operation) {
+	o := &trace.Operation{Records: slices.Clone(op.Records), Activities: slices.Clone(op.Activities),
+		Arrivals: slices.Clone(op.Arrivals)}
+	if slices.ContainsFunc(o.Records, func(n trace.Record) bool { return n.Partial }) {
+		o.Arrivals = nil
+	}
+	r.add(Entry{Operation: o})
+}
+
+// Span records what the program did.
+func (r *Recorder) Span(s trace.Span) { r.add(Entry{Span: &s}) }
+
+// Step records that the step with the given number begins.
+func (r *Recorder) Step(at time.Duration, number uint64) { r.add(Entry{Step: &Mark{at, number}}) }
+
+// Offset records a measurement of the clock.
+func (r *Recorder) Offset(o trace.Offset) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.offsets = append(r.offsets, o)
+	r.offsets = r.offsets[max(len(r.offsets)-maxOffsets, 0):]
+}
+
+// Cycle does nothing.
+func (r *Recorder) Cycle(time.Duration) {}
+
+// Tuned does nothing.
+func (r *Recorder) Tuned(time.Duration, *message.Tuning) {}
+
+// Since returns the entries since the one with the number from, as far as there is room for them.
+func (r *Recorder) Since(from uint64) *Records {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	first := r.next - uint64(len(r.entries))
+	at := min(max(from, first), r.next)
+	return &Records{First: at, Entries: slices.Clone(r.entries[at-first:]), Offsets: slices.Clone(r.offsets)}
+}
+
+// Records is a part of what a rank has done.
+type Records struct {
+	Rank  int         `json:"rank"`
+	Size  int         `json:"size"`
+	Host  string      `json:"host"`
+	Epoch uint64      `json:"epoch"`
+	Clock trace.Clock `json:"clock"`
+	// Offsets are measurements of the rank's clock, and Sets the members of process sets.
+	Offsets []trace.Offset                    `json:"offsets,omitempty"`
+	Sets    map[topo.ProcessSetID][]topo.Rank `json:"process_sets,omitempty"`
+	// First is the number of the first of Entries. Those before it were asked for earlier, or had no room.
+	First   uint64  `json:"first"`
+	Entries []Entry `json:"entries"`
+}
+
+// Next returns the number of the entry after the last one.
+func (r *Records) Next() uint64 { return r.First + uint64(len(r.Entries)) }
+
+// DecodeRecords decodes a JSON object with the Records of ranks, by their numbers. Each operation has a
+// record, and the same number of arrivals for each of its records.
+func DecodeRecords(text []byte) (map[int]*Records, error) {
+	var all map[int]*Records
+	if err := json.Unmarshal(text, &all); err != nil {
+		return nil, fmt.Errorf("malformed operations of ranks: %w", err)
+	}
+	for rank, r := range all {
+		if r == nil || r.Rank != rank {
+			return nil, fmt.Errorf("malformed operations of ranks: those of rank %d are not its own", rank)
+		}
+		for i := range r.Entries {
+			o := r.Entries[i].Operation
+			if o != nil && (len(o.Records) == 0 || len(o.Arrivals)%len(o.Records) != 0) {
+				return nil, fmt.Errorf("malformed operations of rank %d: got %d arrivals for %d tensors", rank,
+					len(o.Arrivals), len(o.Records))
+			}
+		}
+	}
+	return all, nil
+}

@@ -1,0 +1,94 @@
+package report
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
+)
+
+// OfRecords returns a running job of which ranks have recorded the given operations. If there are none, it is
+// a job without operations. The entries must not change until the job is not used any more.
+func OfRecords(size int, all []*live.Records) *Job {
+	j := &Job{size: size, running: true}
+	for _, r := range all {
+		s := &source{entries: r.Entries, rank: r.Rank, size: size, host: clip(r.Host), domain: r.Clock.Domain,
+			epoch: int64(r.Epoch), segment: 1, monotonic: int64(r.Clock.Monotonic),
+			start: r.Clock.Start.UnixMicro()}
+		for _, o := range r.Offsets {
+			s.points = append(s.points, clockPoint{int64(o.At), int64(o.Offset), int64(max(o.Error, 0))})
+		}
+		for i := range r.Entries {
+			if r.Entries[i].Step != nil {
+				s.steps++
+			}
+		}
+		for id, ranks := range r.Sets {
+			s.about.Sets = append(s.about.Sets, ProcessSet{id, ranks})
+		}
+		slices.SortFunc(s.about.Sets, func(a, b ProcessSet) int { return cmp.Compare(a.ID, b.ID) })
+		j.ranks = append(j.ranks, &rankFiles{rank: r.Rank, segments: []*source{s}})
+	}
+	if len(j.ranks) == 0 {
+		j.ranks = []*rankFiles{{segments: []*source{{size: size, segment: 1}}}}
+	}
+	slices.SortFunc(j.ranks, func(a, b *rankFiles) int { return cmp.Compare(a.rank, b.rank) })
+	j.setClocks()
+	return j
+}
+
+// recorded passes the recorded operations of a source to yield until yield returns false, and reports whether
+// it has not.
+func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
+	for i := range s.entries {
+		switch e := &s.entries[i]; {
+		case e.Step != nil:
+			r.mark(&event{Name: "hvd_step", at: int64(e.Step.At), Args: args{Step: e.Step.Number}})
+		case e.Span != nil:
+			category := "wait"
+			if e.Span.Kind == trace.Range {
+				category = "range"
+			}
+			r.mark(&event{Phase: "X", Category: category, Name: e.Span.Name, at: int64(e.Span.Begun),
+				Duration: micros(e.Span.End - e.Span.Begun), Args: args{Tensor: e.Span.Name}})
+		case e.Operation != nil && !slices.ContainsFunc(e.Operation.Records, notSubmitted):
+			if !yield(r.ofRecord(e.Operation)) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// notSubmitted reports whether the rank has not submitted a tensor, because it has joined. A file has no
+// events for such a tensor either.
+func notSubmitted(n trace.Record) bool { return n.Submitted == 0 }
+
+// ofRecord returns an operation with times on rank 0's clock.
+func (r *rankReader) ofRecord(op *trace.Operation) *operation {
+	convert := func(times ...*time.Duration) {
+		for _, t := range times {
+			if *t != 0 {
+				*t = r.reference(int64(*t))
+			}
+		}
+	}
+	o := &operation{fused: int64(len(op.Records)), Operation: trace.Operation{
+		Records: slices.Clone(op.Records), Activities: slices.Clone(op.Activities),
+		Arrivals: slices.Clone(op.Arrivals)}}
+	for i := range o.Records {
+		n := &o.Records[i]
+		n.Name, n.Error, n.Peer = clip(n.Name), clip(n.Error), max(n.Peer, topo.Rank(-1))
+		convert(&n.Submitted, &n.Sent, &n.Granted, &n.Begun, &n.Ended)
+	}
+	for i := range o.Activities {
+		convert(&o.Activities[i].Begun, &o.Activities[i].End)
+	}
+	for i := range o.Arrivals {
+		convert(&o.Arrivals[i])
+	}
+	return o
+}

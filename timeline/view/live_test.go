@@ -1,0 +1,327 @@
+package view
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"net/http"
+	"net/http/cookiejar"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/timeline/report"
+)
+
+// records returns the operations of the timelines of a job as its ranks would record them. Only the given
+// ranks are recorded.
+func (j testJob) records(t *testing.T, ranks ...int) (all map[int]*live.Records, want *report.Report) {
+	t.Helper()
+	job, bad, err := report.Open([]string{j.write(t, t.TempDir())})
+	if err != nil || bad != nil {
+		t.Fatal(err, bad)
+	}
+	recorders := make([]*live.Recorder, j.ranks)
+	for rank := range recorders {
+		recorders[rank] = live.NewRecorder()
+	}
+	want, _, err = job.Examine(report.Options{}, func(rank int, o *trace.Operation) {
+		op := *o
+		op.Arrivals = nil // the files have none
+		recorders[rank].Record(&op)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	all = make(map[int]*live.Records)
+	for _, rank := range ranks {
+		r := recorders[rank].Since(0)
+		r.Rank, r.Size, r.Host, r.Epoch, r.Clock = rank, j.ranks, "h", 1, trace.Clock{Domain: "d"}
+		all[rank] = r
+	}
+	text, err := json.Marshal(all) // as the ranks send it
+	if err == nil {
+		all, err = live.DecodeRecords(text)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all, want
+}
+
+// part returns the entries from one to another of all ranks.
+func part(all map[int]*live.Records, from, to int) map[int]*live.Records {
+	some := make(map[int]*live.Records)
+	for rank, r := range all {
+		p := *r
+		p.First, p.Entries = r.First+uint64(from), slices.Clone(r.Entries[from:to])
+		some[rank] = &p
+	}
+	return some
+}
+
+func newLive(t *testing.T, size int) *Live {
+	t.Helper()
+	l, err := NewLive("a job", report.Options{}, size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func (l *Live) update(t *testing.T, size int, s State, all map[int]*live.Records) {
+	t.Helper()
+	if err := l.Update(size, s, all); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What is recorded in several parts gives the same report as the timelines.
+func TestRecordsGiveTheReportOfTimelines(t *testing.T) {
+	all, want := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	n := len(all[0].Entries)
+	for from := 0; from < n; from += 30 {
+		l.update(t, 4, State{}, part(all, from, min(from+30, n)))
+	}
+	if known := l.Known(2); known != all[2].Next() {
+		t.Errorf("got the next entry %d, want %d", known, all[2].Next())
+	}
+	run, _ := l.at(0)
+	got := run.Report()
+	for what, pair := range map[string][2]any{"lateness": {got.Lateness, want.Lateness},
+		"steps": {got.StepList, want.StepList}, "phases": {got.Phases, want.Phases},
+		"tensors": {got.TensorTable, want.TensorTable}} {
+		if !reflect.DeepEqual(pair[0], pair[1]) {
+			t.Errorf("%s: got\n%+v, want\n%+v", what, pair[0], pair[1])
+		}
+	}
+	if len(got.Problems) > 0 {
+		t.Errorf("got the problems %q", got.Problems)
+	}
+}
+
+// If entries are missing, or another epoch has begun, only the later entries are used. The number and the
+// time of the entries are limited.
+func TestOldEntriesAreForgotten(t *testing.T) {
+	all, _ := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	count := func() (n int64) {
+		run, _ := l.at(0)
+		return run.report.Operations
+	}
+	l.update(t, 4, State{}, part(all, 0, 30))
+	l.update(t, 4, State{}, part(all, 40, 50))
+	if got := count(); got != 40 {
+		t.Errorf("after a gap: got %d operations, want 40", got)
+	}
+	only := func(rank int) map[int]*live.Records { return map[int]*live.Records{rank: all[rank]} }
+	next := part(only(0), 0, 5)
+	next[0].Epoch = 2
+	l.update(t, 4, State{}, next)
+	if got := count(); got != 5 {
+		t.Errorf("in another epoch: got %d operations, want 5", got)
+	}
+	l.update(t, 4, State{}, part(only(1), 50, 60))
+	if got := count(); got != 5 {
+		t.Errorf("after an answer of the earlier epoch: got %d operations, want 5", got)
+	}
+	many := part(all, 0, 1)
+	for _, r := range many {
+		for i := range 2 * int(liveWindow/time.Second) {
+			op := *all[0].Entries[0].Operation
+			op.Records = slices.Clone(op.Records)
+			op.Records[0].Ended += time.Duration(i) * time.Second
+			r.Entries = append(r.Entries, live.Entry{Operation: &op})
+		}
+		r.Epoch = 3
+	}
+	l.update(t, 4, State{}, many)
+	if got, want := count(), 4*(int64(liveWindow/time.Second)+1); got != want {
+		t.Errorf("of two minutes: got %d operations, want %d", got, want)
+	}
+	for _, r := range many {
+		r.Epoch, r.Entries = 4, nil
+		for i := range 4 * maxLiveBytes / (4 << 10) / 4 {
+			op := *all[0].Entries[0].Operation
+			op.Records = slices.Clone(op.Records)
+			op.Records[0].Ended += time.Duration(i)
+			op.Records[0].Name = strings.Repeat("x", 4<<10)
+			r.Entries = append(r.Entries, live.Entry{Operation: &op})
+		}
+	}
+	l.update(t, 4, State{}, many)
+	size := 0
+	for _, r := range l.ranks {
+		for i := range r.Entries {
+			size += r.Entries[i].Size()
+		}
+	}
+	if size > maxLiveBytes+4*8<<10 || size < maxLiveBytes/2 {
+		t.Errorf("got entries of %d bytes, want at most %d", size, maxLiveBytes)
+	}
+}
+
+// client returns a browser that has access to a page, and the address of the page.
+func client(t *testing.T, s *Server) (*http.Client, string) {
+	t.Helper()
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &http.Client{Jar: jar}
+	t.Cleanup(c.CloseIdleConnections)
+	a, err := c.Get(s.URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.Body.Close()
+	base, _, _ := strings.Cut(s.URL(), "?")
+	return c, base
+}
+
+// The job is watched only while a page reads the stream. A state names the data that belong to it, as long as
+// they are kept.
+func TestStream(t *testing.T) {
+	all, _ := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	c, base := client(t, serveLive(t, l))
+	short, stop := context.WithCancel(t.Context())
+	stop()
+	if _, _, err := l.Watched(short); err == nil {
+		t.Error("the job is watched, but there is no page")
+	}
+	a, err := c.Get(base + "live")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Body.Close()
+	if _, _, err := l.Watched(short); err == nil {
+		t.Error("the job is watched after its end")
+	}
+	watched, cancel, err := l.Watched(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cancel()
+	lines := bufio.NewReader(a.Body)
+	next := func() (s State) {
+		t.Helper()
+		for {
+			line, err := lines.ReadString('\n')
+			if err != nil {
+				t.Fatal(err)
+			}
+			if text, is := strings.CutPrefix(line, "data: "); is {
+				if err := json.Unmarshal([]byte(text), &s); err != nil {
+					t.Fatal(err)
+				}
+				return s
+			}
+		}
+	}
+	operations := func(run string) (int64, int) {
+		t.Helper()
+		a, err := c.Get(base + "data/report?run=" + run)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer a.Body.Close()
+		var r report.Report
+		if a.StatusCode == http.StatusOK {
+			err = json.NewDecoder(a.Body).Decode(&r)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r.Operations, a.StatusCode
+	}
+	first := next()
+	l.update(t, 4, State{Verdict: "one"}, part(all, 0, 10))
+	second := next()
+	l.update(t, 4, State{Verdict: "two"}, part(all, 10, 20))
+	third := next()
+	for i, s := range []State{first, second, third} {
+		if n, status := operations(s.Run); n != int64(40*i) || status != http.StatusOK {
+			t.Errorf("state %d: got %d operations and status %d, want %d", i, n, status, 40*i)
+		}
+	}
+	if n, _ := operations(""); n != 80 || second.Verdict != "one" || third.Verdict != "two" {
+		t.Errorf("got %d operations and the states %+v, %+v", n, second, third)
+	}
+	for range maxMoments {
+		l.update(t, 4, State{}, nil)
+	}
+	for _, run := range []string{second.Run, "x", first.Run + "0"} {
+		if _, status := operations(run); status != http.StatusGone && run != "x" {
+			t.Errorf("%s: got status %d, want %d", run, status, http.StatusGone)
+		}
+	}
+	a.Body.Close()
+	select {
+	case <-watched.Done():
+	case <-time.After(time.Minute):
+		t.Error("the job is still watched a minute after the page has gone")
+	}
+	l.Followed(t.Context())
+}
+
+// The page follows a running job, shows in red which rank is missing, pauses, and stays with the verdict.
+func TestPageOfARunningJob(t *testing.T) {
+	all, want := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	p := openTab(t, serveLive(t, l).URL())
+	p.ready()
+	text := func(id string) string { return p.text(`document.getElementById("` + id + `").innerText`) }
+	l.update(t, 4, State{Verdict: "Measuring for 5 s.", Columns: []string{"RANK", "STATE"},
+		Rows: [][]string{{"0", "waiting"}, {"1", "MISSING"}}, Missing: []int{1},
+		Problems: []Problem{{`STALLED: Rank 1 has not called allreduce "w"`, true}}}, part(all, 0, 60))
+	p.wait(`document.getElementById("live-problems").innerText.includes('STALLED: Rank 1 has not called allreduce "w"')`)
+	color := func(selector string) string {
+		return p.text(`getComputedStyle(document.querySelector("` + selector + `")).color`)
+	}
+	if got, quiet := color("#live-problems li"), color("h1"); got == quiet {
+		t.Errorf("the stall has the colour %s of other texts", got)
+	}
+	p.wait(`document.querySelector("#live-table tr.alarm").innerText.includes("MISSING")`)
+	p.wait(`document.getElementById("numbers").innerText.includes("240 operations")`)
+	l.update(t, 4, State{Verdict: "Rank 2 held up all others."}, part(all, 60, len(all[0].Entries)))
+	p.wait(`document.getElementById("numbers").innerText.includes("480 operations")`)
+	if got := text("sentence"); !strings.EqualFold(got, want.Lateness.Verdict+".") {
+		t.Errorf("got %q, want %q", got, want.Lateness.Verdict)
+	}
+	p.wait(`document.getElementById("live-verdict").innerText === "Rank 2 held up all others." && document.getElementById("live-problems").innerText === ""`)
+	p.still()
+
+	// To look at a step pauses the page. Nothing changes then, and the job is not followed.
+	p.text(`document.getElementById("late-next").click() ?? ""`)
+	p.wait(`document.getElementById("follow").textContent === "Follow"`)
+	l.Followed(t.Context())
+	l.update(t, 4, State{Verdict: "nobody sees this"}, nil)
+	p.still()
+	if got := text("live-verdict"); got != "Rank 2 held up all others." {
+		t.Errorf("the page that pauses shows %q", got)
+	}
+	p.text(`document.getElementById("follow").click() ?? ""`)
+	p.wait(`document.getElementById("live-verdict").innerText === "nobody sees this"`)
+
+	// At the end of the job the page stays, and closes the stream.
+	l.update(t, 4, State{Verdict: "The job has ended with exit status 3 after 9 s: rank 1", Alarm: true, Ended: true}, nil)
+	p.wait(`document.getElementById("live-verdict").classList.contains("alarm")`)
+	l.Followed(t.Context())
+	if got := text("live-verdict"); !strings.Contains(got, "exit status 3") {
+		t.Errorf("at the end the page says %q", got)
+	}
+	p.wait(`document.getElementById("follow").hidden`)
+	p.still()
+	p.text(axe(t) + `; ""`)
+	found := p.text(`axe.run(document, { resultTypes: ["violations"] }).then(r => JSON.stringify(r.violations.map(v => v.id + ": " + v.help)))`)
+	if found != "[]" {
+		t.Error(found)
+	}
+	p.noFaults()
+}
