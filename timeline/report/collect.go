@@ -2,10 +2,10 @@ package report
 
 import (
 	"cmp"
-	"iter"
 	"math"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
@@ -55,15 +55,26 @@ func phaseOf(activity string) phase {
 // PhaseOf returns the name of the phase to which an activity belongs.
 func PhaseOf(activity string) string { return phaseNames[phaseOf(activity)] }
 
-// stream reads the operations of one rank from its files.
+// stream reads the operations of one rank from its files, in a goroutine of its own, so that all cores decode
+// files.
 type stream struct {
-	*rankReader
+	*rankReader // until ahead is closed, only for the goroutine, except for files
 	*rankStats
 	member   *analysis.Member
-	next     func() (*operation, bool) // returns the next operation
-	frontier time.Duration             // the end of the last operation that next returned
-	failed   error                     // the error that ended reading
+	ahead    chan []item
+	items    []item        // the rest of those that were received last
+	frontier time.Duration // the end of the last operation that next returned
+	failed   error         // the error that ended reading, once ahead is closed
 }
+
+// item is an operation, or a mark that comes before the next one.
+type item struct {
+	op   *operation
+	mark mark
+}
+
+// itemsAhead is the number of items that a stream decodes at a time. At most three times as many wait.
+const itemsAhead = 16
 
 // rankStats are the statistics of one rank.
 type rankStats struct {
@@ -129,12 +140,47 @@ type collection struct {
 	clockErr                 time.Duration
 }
 
-// read passes the operations of the stream to yield, until yield returns false.
-func (s *stream) read(yield func(*operation) bool) {
-	s.failed = s.operations(func(o *operation) bool {
-		s.frontier = o.Records[0].Ended
-		return yield(o)
-	})
+// read sends the operations and marks of the stream to ahead, until done is closed.
+func (s *stream) read(done <-chan struct{}) {
+	defer close(s.ahead)
+	batch := make([]item, 0, itemsAhead)
+	send := func() bool {
+		select {
+		case s.ahead <- batch:
+			batch = make([]item, 0, itemsAhead)
+			return true
+		case <-done:
+			batch = batch[:0]
+			return false
+		}
+	}
+	add := func(i item) bool {
+		batch = append(batch, i)
+		return len(batch) < itemsAhead || send()
+	}
+	s.mark = func(m mark) { add(item{mark: m}) }
+	s.failed = s.operations(func(o *operation) bool { return add(item{op: o}) })
+	send()
+}
+
+// next returns the next operation, after it has passed the marks before it to take. At the end it returns
+// nil.
+func (s *stream) next(take func(mark)) *operation {
+	for {
+		for len(s.items) > 0 {
+			i := s.items[0]
+			s.items = s.items[1:]
+			if i.op != nil {
+				s.frontier = i.op.Records[0].Ended
+				return i.op
+			}
+			take(i.mark)
+		}
+		var more bool
+		if s.items, more = <-s.ahead; !more {
+			return nil
+		}
+	}
 }
 
 // collect reads the files of all ranks side by side, so that it keeps only the operations in progress in
@@ -143,6 +189,10 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 	c := &collection{job: j, names: make(map[string]*nameStats), steadyFrom: never,
 		details: newDetailer(j, see != nil), pending: make(map[pendingKey]*latest)}
 	of := make(map[*analysis.Member]*rankStats)
+	var reading sync.WaitGroup
+	done := make(chan struct{})
+	defer reading.Wait()
+	defer close(done)
 	c.late = analysis.NewLate(func(m *analysis.Member, from, to, granted time.Duration) {
 		of[m].cover(waiting, from, to)
 		of[m].cover(negotiation, to, granted)
@@ -154,15 +204,13 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 			c.pending[pendingKey{p.tensor, p.set}] = &latest{granted: make(map[int]time.Duration),
 				succeeded: make(map[int]time.Duration)}
 		}
-		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never}, frontier: never}
+		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never},
+			ahead: make(chan []item, 1), frontier: never}
 		s.steps.marked = f.marked()
-		s.mark = func(e *event) { c.mark(s, e) }
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
 			Error: time.Duration(f.clock.err), Known: f.clock.known})
 		of[s.member] = s.rankStats
-		var stop func()
-		s.next, stop = iter.Pull(s.read)
-		defer stop()
+		reading.Go(func() { s.read(done) })
 		c.streams = append(c.streams, s)
 		if f.clock.known {
 			c.clockErr = max(c.clockErr, time.Duration(f.clock.err))
@@ -173,7 +221,7 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 	for active := slices.Clone(c.streams); len(active) > 0; {
 		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
 		c.late.Advance(s.frontier)
-		if o, more := s.next(); more {
+		if o := s.next(func(m mark) { c.mark(s, m) }); o != nil {
 			if see != nil {
 				see(s.files.rank, &o.Operation)
 			}
@@ -280,30 +328,24 @@ func (c *collection) record(s *stream, r *trace.Record) {
 	}
 }
 
-// mark counts an event that does not belong to a tensor.
-func (c *collection) mark(s *stream, e *event) {
-	at := s.reference(e.at)
+// mark counts a mark.
+func (c *collection) mark(s *stream, m mark) {
 	switch {
-	case e.Name == "hvd_step" && s.steps.marked:
-		begins := s.steps.firstStep
+	case m.isSpan:
+		c.late.Span(s.member, m.span)
+	case s.steps.marked:
+		at, begins := m.at, s.steps.firstStep
 		s.steps.mark(at)
 		s.stepsInside = s.inside.sum()
 		if s.steps.firstStep != begins {
 			c.beginSteady(s, s.steps.firstBegin)
 		}
 		if s == c.streams[0] {
-			number := e.Args.Step
-			c.late.Step(s.member, at, &number)
+			c.late.Step(s.member, at, &m.step)
 			if s.steps.step != s.steps.firstStep {
 				c.details.step(at)
 			}
 		}
-	case e.Phase == "X" && e.Category == "range":
-		c.late.Span(s.member, trace.Span{Kind: trace.Range, Name: clip(e.Name), Begun: at,
-			End: s.reference(e.at + nanos(e.Duration))})
-	case e.Phase == "X" && e.Category == "wait":
-		c.late.Span(s.member, trace.Span{Kind: trace.Wait, Name: clip(e.Args.Tensor), Begun: at,
-			End: s.reference(e.at + nanos(e.Duration))})
 	}
 }
 

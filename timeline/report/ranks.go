@@ -36,6 +36,14 @@ type operation struct {
 	arrivals [][]time.Duration
 }
 
+// mark is a span of the program, or the beginning of a step. Times are on rank 0's clock.
+type mark struct {
+	isSpan bool
+	span   trace.Span
+	at     time.Duration
+	step   uint64
+}
+
 // stage says which part of the events of a tensor has been read. The events of a tensor in an operation
 // follow each other, in the order of these constants.
 type stage uint8
@@ -53,8 +61,8 @@ type rankReader struct {
 	files *rankFiles
 	// ranks is the number of ranks in the job. The positions of arrivals must be less than ranks.
 	ranks int
-	// mark is called for each event that does not belong to a tensor, unless it is metadata.
-	mark func(*event)
+	// mark is called for each span of the program, and each step that it has marked.
+	mark func(mark)
 
 	shift  int64            // added to times of the current segment to get times of the first segment
 	tracks map[int64]string // names of the tracks of the current segment
@@ -70,7 +78,7 @@ func newRankReader(f *rankFiles) *rankReader {
 	if size := f.segments[0].size; size > 0 {
 		ranks = size
 	}
-	return &rankReader{files: f, ranks: ranks, mark: func(*event) {}}
+	return &rankReader{files: f, ranks: ranks, mark: func(mark) {}}
 }
 
 // operations passes the operations of all segments to yield until yield returns false. Consecutive tensors of
@@ -173,7 +181,7 @@ func (r *rankReader) apply(e *event) (ended bool, err error) {
 		}
 		return false, nil
 	case e.PID == 0:
-		r.mark(e)
+		r.event(e)
 		return false, nil
 	case r.stage == outside:
 		name, is := strings.CutPrefix(e.Name, negotiate)
@@ -211,6 +219,23 @@ func (r *rankReader) apply(e *event) (ended bool, err error) {
 		return false, violationf("got %s %q at a wrong place within an operation", p, e.Name)
 	}
 	return false, nil
+}
+
+// event passes an event that does not belong to a tensor to mark.
+func (r *rankReader) event(e *event) {
+	span := trace.Span{Begun: r.reference(e.at), End: r.reference(e.at + nanos(e.Duration))}
+	switch {
+	case e.Name == "hvd_step":
+		r.mark(mark{at: span.Begun, step: e.Args.Step})
+		return
+	case e.Phase == "X" && e.Category == "range":
+		span.Kind, span.Name = trace.Range, clip(e.Name)
+	case e.Phase == "X" && e.Category == "wait":
+		span.Kind, span.Name = trace.Wait, clip(e.Args.Tensor)
+	default:
+		return
+	}
+	r.mark(mark{isSpan: true, span: span})
 }
 
 // beginTensor begins to read a tensor.

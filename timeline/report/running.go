@@ -46,14 +46,10 @@ func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
 	for i := range s.entries {
 		switch e := &s.entries[i]; {
 		case e.Step != nil:
-			r.mark(&event{Name: "hvd_step", at: int64(e.Step.At), Args: args{Step: e.Step.Number}})
+			r.mark(mark{at: r.reference(int64(e.Step.At)), step: e.Step.Number})
 		case e.Span != nil:
-			category := "wait"
-			if e.Span.Kind == trace.Range {
-				category = "range"
-			}
-			r.mark(&event{Phase: "X", Category: category, Name: e.Span.Name, at: int64(e.Span.Begun),
-				Duration: micros(e.Span.End - e.Span.Begun), Args: args{Tensor: e.Span.Name}})
+			r.mark(mark{isSpan: true, span: trace.Span{Kind: e.Span.Kind, Name: clip(e.Span.Name),
+				Begun: r.reference(int64(e.Span.Begun)), End: r.reference(int64(e.Span.End))}})
 		case e.Operation != nil && !slices.ContainsFunc(e.Operation.Records, notSubmitted):
 			if !yield(r.ofRecord(e.Operation)) {
 				return false

@@ -12,8 +12,11 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-json-experiment/json/jsontext"
@@ -228,6 +231,29 @@ func (s *source) survey() error {
 	return nil
 }
 
+// surveyed is a file after its survey.
+type surveyed struct {
+	source *source
+	err    error
+}
+
+// surveyAll surveys files, several at a time.
+func surveyAll(paths []string) []surveyed {
+	all := make([]surveyed, len(paths))
+	var next atomic.Int64
+	var running sync.WaitGroup
+	for range min(runtime.GOMAXPROCS(0), len(paths)) {
+		running.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(paths)); i = next.Add(1) - 1 {
+				s := &source{path: paths[i]}
+				all[i] = surveyed{s, s.survey()}
+			}
+		})
+	}
+	running.Wait()
+	return all
+}
+
 // rankFiles has the files of one rank, in the order of their segments.
 type rankFiles struct {
 	rank     int
@@ -262,13 +288,13 @@ func Open(paths []string) (job *Job, bad error, err error) {
 			bad = errors.Join(bad, err)
 			continue
 		}
-		for _, path := range found {
-			if slices.Contains(seen, path) {
-				continue
-			}
+		all := surveyAll(slices.DeleteFunc(slices.Clone(found), func(path string) bool {
+			return slices.Contains(seen, path)
+		}))
+		for i := range all {
+			s, err := all[i].source, all[i].err
+			path := s.path
 			seen = append(seen, path)
-			s := &source{path: path}
-			err := s.survey()
 			if err == nil {
 				sources = append(sources, s)
 				continue
