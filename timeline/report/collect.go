@@ -333,6 +333,7 @@ func (c *collection) mark(s *stream, m mark) {
 	switch {
 	case m.isSpan:
 		c.late.Span(s.member, m.span)
+		c.details.span(s.files.rank, m.span)
 	case s.steps.marked:
 		at, begins := m.at, s.steps.firstStep
 		s.steps.mark(at)

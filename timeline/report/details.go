@@ -7,13 +7,14 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 const (
 	// maxCells limits the number of cells of a table of ranks and steps. If there are more, a row stands for
 	// several steps until the report has grouped them.
 	maxCells = 1 << 22
-	// maxList limits the number of entries of Details.Periods and of Details.Pending.
+	// maxList limits the number of entries of Details.Periods, Details.Pending and Details.Spans.
 	maxList = 1 << 22
 	// MaxMatrix is the largest number of ranks for which Details.Waits is made.
 	MaxMatrix = 256
@@ -29,7 +30,7 @@ type Host struct {
 }
 
 // Details has what a Report sums up, for a program that draws it. All times are on rank 0's clock. Periods,
-// Pending and Waits are only filled by Examine with a function.
+// Pending, Spans and Waits are only filled by Examine with a function.
 type Details struct {
 	// Begin is the first submission, and End the end of the last operation.
 	Begin, End time.Duration
@@ -45,11 +46,19 @@ type Details struct {
 	Periods []Period
 	// Pending has, for each operation, how long a rank waited for the submissions of other ranks.
 	Pending []Wait
-	// LeftOut is the number of periods and waits for which Periods and Pending have no room.
+	// Spans has what the programs of the ranks did, if they have recorded it.
+	Spans []RankSpan
+	// LeftOut is the number of periods, waits and spans for which the lists have no room.
 	LeftOut int64
 	// Waits[w][l] is how long rank w waited for rank l in all operations, in ns. It is nil if there are more
 	// than MaxMatrix ranks.
 	Waits [][]float64
+}
+
+// RankSpan is a span of the program of a rank.
+type RankSpan struct {
+	Rank int
+	trace.Span
 }
 
 // RankInfo describes a rank. HasFile is false if the rank has no file; then Host is empty. Aligned is false
@@ -200,6 +209,13 @@ func (d *detailer) step(at time.Duration) { d.Steps = append(d.Steps, at) }
 func (d *detailer) wait(rank int, from, to, granted time.Duration) {
 	if d.all && to > from {
 		keep(d, &d.Pending, Wait{rank, from, to, granted})
+	}
+}
+
+// span adds what the program of a rank did.
+func (d *detailer) span(rank int, s trace.Span) {
+	if d.all && s.End > s.Begun {
+		keep(d, &d.Spans, RankSpan{rank, s})
 	}
 }
 

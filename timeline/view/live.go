@@ -19,9 +19,9 @@ const (
 	// sizes of the entries of all ranks (live.Entry.Size).
 	liveWindow   = time.Minute
 	maxLiveBytes = 24 << 20
-	// maxMoments is the number of versions that are kept, so that a page can load what belongs to one of
-	// them.
-	maxMoments = 4
+	// Versions are kept so that a page can load what belongs to one of them: at least minMoments, and at
+	// most maxMoments if they do not have more than maxMomentOps operations together.
+	minMoments, maxMoments, maxMomentOps = 4, 32, 200_000
 	// maxStreams limits the pages that follow a job at a time.
 	maxStreams = 8
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
@@ -186,7 +186,14 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 		version += l.moments[n-1].version
 	}
 	l.moments = append(l.moments, moment{version, s, run})
-	l.moments = l.moments[max(len(l.moments)-maxMoments, 0):]
+	ops, n := int64(0), 0
+	for i := range l.moments {
+		m := l.moments[len(l.moments)-1-i]
+		if ops += m.run.report.Operations; i < minMoments || i < maxMoments && ops <= maxMomentOps {
+			n++
+		}
+	}
+	l.moments = slices.Clone(l.moments[len(l.moments)-n:])
 	l.signal()
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"math"
 	"net/http"
 	"net/http/cookiejar"
 	"reflect"
@@ -166,6 +167,35 @@ func TestOldEntriesAreForgotten(t *testing.T) {
 	}
 }
 
+// The row of the program shows its ranges and waits, and has none if nothing was recorded.
+func TestProgramRow(t *testing.T) {
+	all, _ := straggler.records(t, 0, 1, 2, 3)
+	o := all[2].Entries[40].Operation.Records[0]
+	for i, s := range []trace.Span{{Kind: trace.Range, Name: "data", Begun: o.Submitted - 5000, End: o.Submitted},
+		{Kind: trace.Wait, Name: "layer0.weight", Begun: o.Submitted, End: o.Ended}} {
+		all[2].Entries = slices.Insert(all[2].Entries, 41+i, live.Entry{Span: &s})
+	}
+	l := newLive(t, 4)
+	l.update(t, 4, State{}, all)
+	run, _ := l.at(0)
+	labels, err := run.Labels("rank:2")
+	if err != nil || labels[0].Text != "program" || len(labels) != 1+straggler.tensors {
+		t.Errorf("rank 2: got the rows %+v, %v, want the program and its tensors", labels, err)
+	}
+	if labels, err := run.Labels("rank:1"); err != nil || len(labels) != straggler.tensors {
+		t.Errorf("rank 1: got the rows %+v, %v, want its tensors", labels, err)
+	}
+	sums := covered(t, run, "rank:2", "", 8)
+	for phase, want := range map[phase]time.Duration{inRange: 5000, waitsForResult: o.Ended - o.Submitted} {
+		if got := sums[[2]int{0, int(phase)}]; math.Abs(got-micros(want)) > 0.01 {
+			t.Errorf("got %g us of %s, want %g us", got, phaseNames[phase], micros(want))
+		}
+	}
+	if _, err := run.Find("rank:2", 0, "", micros(o.Submitted-run.Begin)); err == nil {
+		t.Error("the row of the program has an operation")
+	}
+}
+
 // client returns a browser that has access to a page, and the address of the page.
 func client(t *testing.T, s *Server) (*http.Client, string) {
 	t.Helper()
@@ -256,7 +286,7 @@ func TestStream(t *testing.T) {
 	for range maxMoments {
 		l.update(t, 4, State{}, nil)
 	}
-	for _, run := range []string{second.Run, "x", first.Run + "0"} {
+	for _, run := range []string{second.Run, "x", first.Run + "00"} {
 		if _, status := operations(run); status != http.StatusGone && run != "x" {
 			t.Errorf("%s: got status %d, want %d", run, status, http.StatusGone)
 		}

@@ -57,6 +57,10 @@ type lane struct {
 	acts    []act
 	// ends[i] is the latest end of the operations up to ops[i].
 	ends []time.Duration
+	// spans are what the program did, in the order in which they began. spanEnds is for them what ends is for
+	// ops.
+	spans    []span
+	spanEnds []time.Duration
 	// tensors are the numbers of the names that the rank has submitted, in the order of their first
 	// submission.
 	tensors []int32
@@ -73,6 +77,13 @@ type op struct {
 	records, acts                              int32
 	kind, backend, algorithm                   string
 	failed                                     string
+}
+
+// span is a time in which the program was in a range, or waited for a result.
+type span struct {
+	begun, end time.Duration
+	name       int32
+	phase      phase
 }
 
 // record is a tensor of an operation.
@@ -124,7 +135,14 @@ func Read(job *report.Job, o report.Options, title string) (*Run, error) {
 	for _, w := range d.Pending {
 		waits[w.Rank] = append(waits[w.Rank], w)
 	}
-	d.Pending = nil
+	for _, s := range d.Spans {
+		n := span{s.Begun, s.End, v.name(s.Name), inRange}
+		if s.Kind == trace.Wait {
+			n.phase = waitsForResult
+		}
+		v.lanes[s.Rank].spans = append(v.lanes[s.Rank].spans, n)
+	}
+	d.Pending, d.Spans = nil, nil
 	for rank, l := range v.lanes {
 		l.finish(waits[rank])
 	}
@@ -133,7 +151,7 @@ func Read(job *report.Job, o report.Options, title string) (*Run, error) {
 			v.leftOut, maxBytes>>20))
 	}
 	if d.LeftOut > 0 {
-		r.Problems = append(r.Problems, fmt.Sprintf("the timeline on this page lacks %d of the periods in which ranks waited, because it has no room for them; the report includes them",
+		r.Problems = append(r.Problems, fmt.Sprintf("the timeline on this page lacks %d of the periods in which ranks or programs waited, or programs were in ranges, because it has no room for them; the report includes them",
 			d.LeftOut))
 	}
 	return v, nil
@@ -199,6 +217,13 @@ func (l *lane) finish(waits []report.Wait) {
 		}
 	}
 	slices.SortStableFunc(l.ops, func(a, b op) int { return cmp.Compare(a.first, b.first) })
+	slices.SortStableFunc(l.spans, func(a, b span) int { return cmp.Compare(a.begun, b.begun) })
+	for i, last := 0, time.Duration(0); i < len(l.spans); i++ {
+		if i == 0 || l.spans[i].end > last {
+			last = l.spans[i].end
+		}
+		l.spanEnds = append(l.spanEnds, last)
+	}
 	latest, seen := time.Duration(0), make(map[int32]bool)
 	for i := range l.ops {
 		o := &l.ops[i]
@@ -245,12 +270,13 @@ func (l *lane) has(o *op, name int32) bool {
 	return slices.ContainsFunc(all, func(r record) bool { return r.name == name })
 }
 
-// phase is a phase of an operation, as in package report, or late: the rank holds up all others.
+// phase is a phase of an operation, as in package report, or late: the rank holds up all others. Two phases
+// are not of operations: the program waits for a result, or is in a range.
 type phase uint8
 
 // phaseNames has the names of the phases. The first seven are those of package report.
 var phaseNames = []string{"", "waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other",
-	"late"}
+	"late", "result", "range"}
 
 const (
 	nothing phase = iota
@@ -262,11 +288,13 @@ const (
 	reduce
 	other
 	late
+	waitsForResult
+	inRange
 	numPhases
 )
 
-// waits reports whether a phase is before the execution of the operation.
-func (p phase) waits() bool { return p < copies }
+// waits reports whether a phase is before the execution of the operation, or the program waits in it.
+func (p phase) waits() bool { return p < copies || p == waitsForResult }
 
 // phaseOf returns the phase to which an activity belongs.
 func phaseOf(activity string) phase { return phase(slices.Index(phaseNames, report.PhaseOf(activity))) }

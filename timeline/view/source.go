@@ -63,7 +63,8 @@ type RankInfo struct {
 	Aligned bool   `json:"aligned"`
 }
 
-// Label describes a row. Tensor is the number of its tensor, or -1.
+// Label describes a row. Tensor is the number of its tensor, -1 for all of them, or -2 for what the program
+// did.
 type Label struct {
 	Text   string `json:"text"`
 	Rank   int    `json:"rank"`
@@ -134,6 +135,8 @@ func (v *Run) Labels(rows string) ([]Label, error) {
 		l := Label{Text: fmt.Sprintf("rank %d", r.rank), Rank: r.rank, Tensor: r.tensor}
 		if rows != "ranks" && r.tensor >= 0 && rows[:4] == "rank" {
 			l.Text = v.names[r.tensor]
+		} else if r.tensor == program {
+			l.Text = "program"
 		}
 		labels = append(labels, l)
 	}
@@ -188,6 +191,9 @@ func (v *Run) Find(rows string, index int, align string, us float64) (*Operation
 		return nil, fmt.Errorf("got row %d, want 0 to %d", index, len(all)-1)
 	}
 	r := all[index]
+	if r.tensor == program {
+		return nil, fmt.Errorf("this row shows what the program of rank %d did, not its operations", r.rank)
+	}
 	l := v.lanes[r.rank]
 	at := time.Duration(us*float64(time.Microsecond)) + v.Begin + shift[r.rank]
 	// Of the operations in flight at this time, the one that began last is in front.

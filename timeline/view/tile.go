@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sort"
 	"strconv"
 	"strings"
 	"time"
@@ -25,10 +26,10 @@ const (
 	maxLevel   = 40
 )
 
-// A Request names a tile. Rows is "ranks", "rank:R" for the tensors of a rank, or "tensor:N" for one tensor
-// on all ranks, where N is the number of its name. Align is empty, "step:N" or "op:R.I", for operation I of
-// rank R. On each level there are 2^Level tiles, of which Index is one. Group counts the tiles from top to
-// bottom.
+// A Request names a tile. Rows is "ranks", "rank:R" for the program and the tensors of a rank, or "tensor:N"
+// for one tensor on all ranks, where N is the number of its name. Align is empty, "step:N" or "op:R.I", for
+// operation I of rank R. On each level there are 2^Level tiles, of which Index is one. Group counts the tiles
+// from top to bottom.
 type Request struct {
 	Rows, Align         string
 	Level, Index, Group int
@@ -37,8 +38,10 @@ type Request struct {
 // row is a row of a picture: the operations of a lane, or only those of one tensor.
 type row struct {
 	rank   int
-	tensor int32 // -1 for all tensors
+	tensor int32 // allTensors, or program for what the program did
 }
+
+const allTensors, program = -1, -2
 
 // rows returns the rows for a Request.Rows.
 func (v *Run) rows(text string) ([]row, error) {
@@ -48,9 +51,12 @@ func (v *Run) rows(text string) ([]row, error) {
 	switch {
 	case text == "ranks":
 		for _, rank := range v.order {
-			all = append(all, row{rank, -1})
+			all = append(all, row{rank, allTensors})
 		}
 	case kind == "rank" && err == nil && n >= 0 && n < len(v.lanes):
+		if len(v.lanes[n].spans) > 0 {
+			all = append(all, row{n, program})
+		}
 		for _, t := range v.lanes[n].tensors {
 			all = append(all, row{n, t})
 		}
@@ -227,8 +233,17 @@ func (t *tile) each(i int, yield func(drawn) bool) bool {
 	r := t.rows[i]
 	l := t.lanes[r.rank]
 	move := t.Begin + t.shift[r.rank]
-	first, end := l.between(t.from+move, t.to+move)
 	more := true
+	if r.tensor == program {
+		k := sort.Search(len(l.spanEnds), func(i int) bool { return l.spanEnds[i] > t.from+move })
+		for ; more && k < len(l.spans) && l.spans[k].begun < t.to+move; k++ {
+			if p := &l.spans[k]; p.end-move > t.from {
+				more = yield(drawn{segment{p.begun - move, p.end - move, p.phase}, int32(i), 0, p.name})
+			}
+		}
+		return more
+	}
+	first, end := l.between(t.from+move, t.to+move)
 	for k := first; k < end && more; k++ {
 		o := &l.ops[k]
 		for n, x := range l.records[o.record : o.record+o.records] {

@@ -44,10 +44,10 @@ export function follow(show) {
       ended = s.ended;
       try {
         await show(!s.ended);
-        $('live-note').textContent = ended ? 'The numbers below are of the last minute before the end.'
+        if (stream) $('live-note').textContent = ended ? 'The numbers below are of the last minute before the end.'
           : 'The numbers below are of the last minute, as far as this page was open.';
       } catch (error) {
-        $('live-note').textContent = plain(error.message);
+        if (!latest) $('live-note').textContent = plain(error.message); // else it was replaced meanwhile
       }
     }
     busy = false;

@@ -174,7 +174,9 @@ async function start() {
   await waits.update(info, report);
   const stop = info.live ? follow(show) : () => {};
   onChange(change => {
-    if (['from', 'to', 'op', 'align', 'rows'].some(k => k in change)) stop();
+    // Back changes the whole state, of which not all need be new.
+    const chosen = change === state ? state.from + state.op + state.align !== '' : ['from', 'op', 'align', 'rows'].some(k => k in change);
+    if (chosen) stop();
     refresh(change);
   });
   themes(() => {

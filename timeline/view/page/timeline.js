@@ -62,7 +62,7 @@ function layout() {
     y += h;
     if (state.rows === 'ranks' && state.open === String(r.rank)) {
       labels.slice(0, mostTensors).forEach((l, k) => {
-        parts.push({ rows: 'rank:' + r.rank, row: k, y, height: tensorHeight, rank: r.rank, tensor: l.tensor });
+        parts.push({ rows: 'rank:' + r.rank, row: k, y, height: tensorHeight, rank: r.rank, tensor: l.tensor, text: l.text });
         y += tensorHeight;
       });
     }
@@ -115,6 +115,7 @@ export function theme() {
   const c = canvas().getContext('2d');
   patterns = {
     waiting: hatch(c, color('waiting'), color('waiting-ground')),
+    result: hatch(c, color('result'), color('inset')),
     held: hatch(c, color('late')),
   };
   draw();
@@ -303,7 +304,7 @@ function piece(c, g, slot, x, top, bands) {
 function exact(c, g, t, slot, x, top) {
   const first = g.group * info.tile_rows;
   const byRow = new Map(g.parts.map(p => [p.row - first, p]));
-  const fills = info.phases.map((p, i) => (p === 'waiting' ? patterns.waiting : p && css(i)));
+  const fills = info.phases.map((p, i) => (p in patterns ? patterns[p] : p && css(i)));
   for (let i = 0; i < t.segments; i++) {
     const p = byRow.get(t.row[i]);
     if (!p) continue;
@@ -311,17 +312,17 @@ function exact(c, g, t, slot, x, top) {
     const b = x(Math.min(t.to[i], slot.from + slot.width));
     if (b < 0 || b < a) continue;
     const phase = t.phase[i];
-    const waits = phase < 4;
+    const name = info.phases[phase];
+    const waits = phase < 4 || name === 'result';
     const h = p.height / 2;
     const y = p.y + top + (waits ? h : 1);
     c.fillStyle = fills[phase];
     rectangle(c, a, y, Math.max(b - a, 0.6), h - 1);
-    const name = info.phases[phase];
-    if (b - a > 60 && p.height >= 20 && !waits) {
+    if (b - a > 60 && (p.height >= 20 || name === 'range') && !waits) {
       c.fillStyle = color('on-' + name) || color('text');
       c.font = '10px ' + font;
       c.textBaseline = 'middle';
-      text(c, state.rows === 'ranks' && p.tensor === undefined ? plain(info.names[t.name[i]] ?? '') : name, a + 4,
+      text(c, name === 'range' || (state.rows === 'ranks' && p.tensor === undefined) ? plain(info.names[t.name[i]] ?? '') : name, a + 4,
         y + h / 2, b - a - 8);
     }
   }
@@ -388,7 +389,7 @@ function names(c, shown, top, left) {
     c.fillStyle = color(p.tensor === undefined ? 'text' : 'quiet');
     let label = 'rank ' + p.rank;
     if (low && left > 100 && r.host) label = plain(r.host) + ': ' + p.rank + ' …';
-    else if (p.tensor !== undefined) label = plain(info.names[p.tensor]);
+    else if (p.tensor !== undefined) label = plain(p.text);
     else if (!r.has_file) label += left > 100 ? ' · no file' : '';
     else if (left > 100 && r.host) label += ' · ' + plain(r.host);
     if (p.tensor === undefined && state.rows === 'ranks' && !low) label = (state.open === String(p.rank) ? '▾ ' : '▸ ') + label;
@@ -528,7 +529,7 @@ function key(e) {
     const p = parts[cursor.row];
     const h = canvas().clientHeight - axisHeight;
     scroll = Math.max(p.y + p.height - h + 8, Math.min(scroll, p.y));
-    say(p.tensor === undefined ? `rank ${p.rank}` : plain(info.names[p.tensor]));
+    say(p.tensor === undefined ? `rank ${p.rank}` : plain(p.text));
     draw();
   };
   switch (e.key) {
@@ -621,7 +622,7 @@ export function start(theInfo, theReport) {
   const legend = $('phases');
   for (const [i, p] of info.phases.entries()) {
     if (!p) continue;
-    const texts = { late: 'late: all others wait', waiting: 'waiting for other ranks' };
+    const texts = { late: 'late: all others wait', waiting: 'waiting for other ranks', result: 'program: waits for a result', range: 'program: in a range' };
     legend.append(el('li', {}, el('span', { class: 'swatch phase-' + p, 'aria-hidden': 'true' }), texts[p] ?? p));
   }
 }
