@@ -560,7 +560,7 @@ func torchKind(t *testing.T, name string) *tableKind {
 				return strings.Join(quoted, " ")
 			}
 			command = []string{"sh", "-c", fmt.Sprintf(
-				"set -m; %s & second=$!; %s; status=$?; kill -9 -- -$second; exit $status", at(1, 1), at(0, 2))}
+				"setsid %s & second=$!; %s; status=$?; kill -9 -$second; exit $status", at(1, 1), at(0, 2))}
 			env = append(env, "HVD_SECRET_FILE="+jobSecret(t))
 		}
 		return hosts, command, env
