@@ -190,6 +190,58 @@ func TestFailureInSidecar(t *testing.T) {
 	}
 }
 
+// TestGateInSidecar opens a gate while another goroutine waits for it and for an operation in a sidecar.
+func TestGateInSidecar(t *testing.T) {
+	path, method := hvdd(t), "file://"+filepath.Join(t.TempDir(), "job")
+	all := []*Library{newLibrary(t, path), newLibrary(t, path)}
+	var inits, handles []Handle
+	for r, l := range all {
+		inits = append(inits, l.Init(InitOptions{Settings: map[string]string{"HVD_SIDECAR": "spawn",
+			"HVD_INIT_METHOD": method, "HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2"}}))
+	}
+	for r, l := range all {
+		must(t, l, inits[r])
+	}
+	submit := func(l *Library) {
+		h, err := l.Submit(sum("x", make([]float32, 1), true))
+		if err != nil {
+			t.Fatal(err)
+		}
+		handles = append(handles, h)
+	}
+	submit(all[0]) // it is not done before the other rank has submitted it too
+	gate := all[0].NewGate()
+	got := make(chan int)
+	go func() {
+		i, _ := all[0].WaitAny([]Handle{handles[0], gate}, Forever)
+		got <- i
+	}()
+	testnet.Eventually(t, "the wait begins", func() bool {
+		all[0].handles.mu.Lock()
+		defer all[0].handles.mu.Unlock()
+		return all[0].handles.slot(gate).users > 0
+	})
+	if err := all[0].Open(gate); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case i := <-got:
+		if i != 1 {
+			t.Errorf("the wait has ended for handle %d, want the gate", i)
+		}
+	case <-time.After(time.Minute):
+		t.Error("the gate has not ended the wait")
+	}
+	submit(all[1])
+	for r, l := range all {
+		must(t, l, handles[r])
+	}
+	ends := []Handle{all[0].Shutdown("", false), all[1].Shutdown("", false)}
+	for r, l := range all {
+		must(t, l, ends[r])
+	}
+}
+
 // TestTimelineSignal starts a timeline with the job and stops it by a signal to this process, which must
 // reach the sidecar. If this process has a handler for the signal, the sidecar must not get it.
 func TestTimelineSignal(t *testing.T) {
