@@ -273,3 +273,52 @@ func TestElasticHosts(t *testing.T) {
 	}
 	tellJob(t, j)
 }
+
+// TestElasticIsland cuts off a host with half of the ranks, also rank 0. The ranks there end, and the others
+// go on. When the host is back, new processes take their places.
+func TestElasticIsland(t *testing.T) {
+	t.Parallel()
+	hosts := testnet.NewHosts(t, 3)
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts[1:], layout{3, 3}, false), "--min-np", "3",
+		"--blacklist-cooldown-range", "1,1", "--agent", enterHost}, "elastic", "HVD_LIVENESS_SECONDS=3")
+	ranks := 0
+	j.until("all ranks trained", func(l line) bool {
+		if strings.HasPrefix(l.text, "rank ") {
+			ranks++
+		}
+		return ranks == 6
+	})
+	var island []int // the process IDs there
+	for text := range strings.Lines(j.out()) {
+		label, text, ok := strings.Cut(text, "<stdout>:pid ")
+		if pid, err := strconv.Atoi(strings.TrimSpace(text)); ok && err == nil &&
+			strings.HasPrefix(label, "["+hosts[1].Name+":") {
+			island = append(island, pid)
+		}
+	}
+	if len(island) != 3 {
+		t.Fatalf("got the processes %d on the island, want 3", island)
+	}
+	hosts[1].SetLink(false)
+	const want = ": 3 ranks: "
+	j.untilError(want, func(text string) bool { return strings.Contains(text, want) })
+	for _, pid := range island {
+		testnet.Eventually(t, "the processes on the island end", func() bool {
+			return unix.Kill(pid, 0) == unix.ESRCH
+		})
+	}
+	hosts[1].SetLink(true)
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	results := make(map[string]int)
+	for text := range strings.Lines(j.out()) {
+		if _, result, ok := strings.Cut(text, ">:done "); ok {
+			results[result]++
+		}
+	}
+	if len(results) != 1 {
+		t.Errorf("got results %v, want the same at all ranks", results)
+	}
+	tellJob(t, j)
+}
