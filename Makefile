@@ -254,7 +254,7 @@ test-frameworks: python-programs ## train with Lightning and run Accelerate's ow
 # The tests of a module of python/tests that needs a cluster, in a network namespace that has only loopback. The first
 # argument is the interpreter, and the third has folders with further modules.
 TEST_CLUSTER = cd python/tests && HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" OMP_NUM_THREADS=1 \
-	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/python/horovod_shim:$(3)" unshare --net sh -c 'ip link set lo up && exec "$$@"' sh "$(1)" -m unittest -v $(2)
+	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/python/horovod_shim:$(3)" unshare --net --pid --fork --kill-child --mount-proc sh -c 'ip link set lo up && exec "$$@"' sh "$(1)" -m unittest -v $(2)
 
 RAY_PYTHON = $$(scripts/venv.sh ray /usr/bin/python3 'ray[train]==2.60.0' numpy==2.4.6)
 
