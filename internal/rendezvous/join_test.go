@@ -12,7 +12,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
@@ -697,14 +699,15 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// BenchmarkJoin measures the time from the start of all ranks until all have the table. The ranks are
-// goroutines of one process.
+// BenchmarkJoin measures the time from the start of all ranks until all have the table, and the processor
+// time of all ranks. The ranks are goroutines of one process.
 func BenchmarkJoin(b *testing.B) {
-	for _, size := range []int{4, 16, 64} {
+	for _, size := range []int{4, 16, 64, 256, 1024} {
 		b.Run(fmt.Sprint("ranks=", size), func(b *testing.B) {
 			kv := store.NewHashStore(store.Limits{})
 			defer kv.Close()
 			b.ReportAllocs()
+			began := processorTime(b)
 			var last uint64
 			for b.Loop() {
 				var wg sync.WaitGroup
@@ -728,6 +731,15 @@ func BenchmarkJoin(b *testing.B) {
 				}
 				last = sessions[0].Epoch
 			}
+			b.ReportMetric(float64((processorTime(b)-began).Milliseconds())/float64(b.N), "cpu-ms/op")
 		})
 	}
+}
+
+func processorTime(b *testing.B) time.Duration {
+	var use unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &use); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(use.Utime.Nano() + use.Stime.Nano())
 }
