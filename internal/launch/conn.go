@@ -404,11 +404,13 @@ func (j *job) explain(c *agentConn, err error) error {
 			return fmt.Errorf("the agent closed its output, but %s is still running", c.command)
 		}
 	}
-	how := fmt.Sprintf("exit status %d", c.status.ExitStatus())
-	if c.status.Signaled() {
-		how = "killed by " + unix.SignalName(c.status.Signal())
+	how := fmt.Sprintf("%s: exit status %d", c.command, c.status.ExitStatus())
+	switch {
+	case c.status.Signaled():
+		how = c.command + ": killed by " + unix.SignalName(c.status.Signal())
+	case c.greeted && c.status.ExitStatus() == 0:
+		how = "its agent has ended"
 	}
-	how = c.command + ": " + how
 	if lines := c.stderr.tail.lines; len(lines) > 0 {
 		how += ": " + logs.Plain(lines[len(lines)-1])
 	}

@@ -266,23 +266,35 @@ func (r *run) agentOf(host string) (pid int) {
 	return pid
 }
 
-// TestAgentIsKilled kills the agent of one host. The report must name the ranks of that host as lost.
+// TestAgentIsKilled kills the agent of one host. The report must name the ranks of that host as lost, and say
+// that the agent has ended if the command that reaches the host ends with status 0 then.
 func TestAgentIsKilled(t *testing.T) {
-	t.Parallel()
-	r := start(t, spec{NP: 3, Hosts: "h1,h2:2", NoticeMS: 50,
-		Command: sh("(setsid sh -c 'sleep 1000; true' &); echo ready; sleep 1000; true")})
-	r.awaitOutput(&r.stdout, "ready", 3)
-	unix.Kill(r.agentOf("h2"), unix.SIGKILL)
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
-	res := r.outcome()
-	if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost ||
-		res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
-		t.Errorf("got %+v, want ranks 1 and 2 lost", res)
-	}
-	if want := "lost host h2: env: killed by SIGKILL"; strings.Count(r.stderr.String(), want) < 2 {
-		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
+	for _, c := range []struct {
+		name  string
+		reach []string
+		want  string
+	}{
+		{"with its command", nil, "lost host h2: env: killed by SIGKILL"},
+		{"without its command", byShell(`"$@"; exit 0`), "lost host h2: its agent has ended"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 3, Hosts: "h1,h2:2", NoticeMS: 50, Reach: c.reach,
+				Command: sh("(setsid sh -c 'sleep 1000; true' &); echo ready; sleep 1000; true")})
+			r.awaitOutput(&r.stdout, "ready", 3)
+			unix.Kill(r.agentOf("h2"), unix.SIGKILL)
+			if got := r.wait(); got != 137 {
+				t.Errorf("got exit status %d, want 137", got)
+			}
+			res := r.outcome()
+			if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost ||
+				res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
+				t.Errorf("got %+v, want ranks 1 and 2 lost", res)
+			}
+			if strings.Count(r.stderr.String(), c.want) < 2 {
+				t.Errorf("the report lacks %q:\n%s", c.want, r.stderr.String())
+			}
+		})
 	}
 }
 
