@@ -68,8 +68,8 @@ func TestHostsBySSH(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, host := range []string{"h1", "h2"} {
-		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-p", "2222",
-			"-i", "key file", host,
+		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no",
+			"-o", "ConnectionAttempts=29", "-p", "2222", "-i", "key file", host,
 			"'" + strings.ReplaceAll(odd, "'", `'\''`) + "'", launch.AgentArg, "10s", ""}, "\n")
 		if !strings.Contains(string(words), want) {
 			t.Errorf("got %q, want %q", words, want)

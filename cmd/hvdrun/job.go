@@ -109,6 +109,10 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	signals := receivedSignals()
 	defer signal.Stop(signals)
 
+	// ssh connects again each second while a host or its sshd is starting. It gives up before the time limit
+	// of launch, so that it can say why.
+	attempts := max(1, int(j.settings.StartTimeout.Seconds())-1)
+	r.where.sshOptions = []string{"-o", fmt.Sprintf("ConnectionAttempts=%d", attempts)}
 	options := launch.Options{
 		NP: j.np, Nodes: j.nodes, Elastic: j.elastic, Hosts: j.hosts, Command: j.command, Env: r.env,
 		Set: slices.Concat(r.onlyTCP(), r.extra, r.logFormat(&j.settings),

@@ -414,7 +414,7 @@ func TestHostsOutOfReach(t *testing.T) {
 	}{
 		{"wrong name", "no-such-host.invalid", nil,
 			"host no-such-host.invalid: ssh: exit status 255: ssh: Could not resolve hostname no-such-host.invalid"},
-		{"no sshd", hosts[1].Addr.String(), []string{"--ssh-port", "2223"},
+		{"no sshd", hosts[1].Addr.String(), []string{"--ssh-port", "2223", "--start-timeout", "4"},
 			"exit status 255: ssh: connect to host"},
 		{"nobody there", "10.77.0.250", []string{"--start-timeout", "1"}, "host 10.77.0.250: "},
 		{"another key", hosts[1].Addr.String(), []string{"--ssh-identity-file", "/dev/null"},
@@ -432,4 +432,37 @@ func TestHostsOutOfReach(t *testing.T) {
 			tellJob(t, j)
 		})
 	}
+}
+
+// TestHostThatStartsLate runs hvdrun while another host cannot be reached yet. It must try again until the
+// host can be reached.
+func TestHostThatStartsLate(t *testing.T) {
+	hosts, command, flags := sshHosts(t, 2)
+	// ssh says on standard error that it could not connect.
+	config, err := os.OpenFile(command[len(command)-1], os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer config.Close()
+	if _, err := config.WriteString("LogLevel DEBUG1\n"); err != nil {
+		t.Fatal(err)
+	}
+	route := func(change string) {
+		t.Helper()
+		if out, err := hosts[0].Command(t.Context(), "ip", "route", change, "unreachable",
+			hosts[1].Addr.String()).CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+	}
+	route("add")
+	command = append(append(command, hvdrunPath), flags...)
+	j := startCommand(t, append(command, "-H", hosts[1].Addr.String(), "--start-timeout", "120", "true"))
+	j.untilError("ssh has failed to connect", func(text string) bool {
+		return strings.Contains(text, "No route to host")
+	})
+	route("del")
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d", status)
+	}
+	tellJob(t, j)
 }
