@@ -27,13 +27,16 @@ import yaml
 
 MANIFESTS = pathlib.Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
 LIMIT_SECONDS = 300.0
+# How much later than the others a pod starts. Without a setting, ranks wait 30 s for each other.
+LATE_SECONDS = 33.0
 
-# The program of the pods, in place of examples/pytorch_digits.py. It prints a line when the ranks have met, and ends when
-# the file end is there.
+# The program of the pods, in place of examples/pytorch_digits.py. It prints a line before it waits for the other ranks, and
+# when the ranks have met. It ends when the file end is there.
 PROGRAM = """
 import os
 import numpy as np
 import gohvd.numpy as hvd
+print("waits", flush=True)
 hvd.init()
 total = hvd.allreduce(np.array([float(hvd.rank())]), op=hvd.Sum, name="first")[0]
 print(f"rank {hvd.rank()} of {hvd.size()}: sum {total:g}", flush=True)
@@ -134,8 +137,11 @@ class Schemas:
                     self._check(value, fields.get(name, others), f"{path}.{name}")
 
 
+Pod = tuple[str, int]  # the name of the manifest and the number of the pod
+
+
 class Pods:
-    """The pods of a job, and the names of its services."""
+    """The pods of some jobs, and the names of its services."""
 
     def __init__(self, work: pathlib.Path) -> None:
         self.work, self.hosts, self.program, self.secret = work, work / "hosts", work / "program", work / "secret"
@@ -157,12 +163,12 @@ class Pods:
             (work / name).chmod(0o755)
         self.names: dict[str, str] = {}  # the address of each name
         self.count = 1
-        self.running: dict[int, subprocess.Popen[str]] = {}
+        self.running: dict[Pod, subprocess.Popen[str]] = {}
         ip("link", "set", "lo", "up")
         ip("link", "add", "br0", "type", "bridge")
         ip("link", "set", "br0", "up")
 
-    def start(self, index: int, spec: Any, host: str, domain: str, variables: dict[str, str]) -> None:
+    def start(self, pod: Pod, spec: Any, host: str, domain: str, variables: dict[str, str]) -> None:
         """Starts a pod. variables are what the operator adds to the environment."""
         c = spec["containers"][0]
         self.count += 1
@@ -172,12 +178,15 @@ class Pods:
         for e in c.get("env", ()):
             env[e["name"]] = e["value"] if "value" in e else (self.secret / e["valueFrom"]["secretKeyRef"]["key"]).read_text()
         folders = self.work / "root", self.hosts, self.program, self.secret, self.mpi
-        with open(self.work / f"pod-{index}", "a") as log:
+        # Unless the pod shares its PID namespace, the first program of the container is process 1.
+        first = [] if spec.get("shareProcessNamespace") else ["--pid", "--fork", "--kill-child", "--mount-proc"]
+        unshare = ["unshare", "--net", "--uts", "--mount", *first]
+        with open(self._path(pod), "a") as log:
             process = subprocess.Popen(
-                ["unshare", "--net", "--uts", "--mount", "sh", "-c", START, "sh", *map(str, folders), *c["command"]],
+                [*unshare, "sh", "-c", START, "sh", *map(str, folders), *c["command"]],
                 env=env | variables, text=True, stdin=subprocess.PIPE, stdout=log, stderr=log,
             )  # fmt: skip
-        self.running[index] = process
+        self.running[pod] = process
         mine = os.readlink("/proc/self/ns/net")
         wait_for("namespace", lambda: os.readlink(f"/proc/{process.pid}/ns/net") != mine)
         ip("link", "add", link, "master", "br0", "type", "veth", "peer", "name", "eth0", "netns", str(process.pid))
@@ -190,32 +199,54 @@ class Pods:
         process.stdin.write("go\n")
         process.stdin.close()
 
-    def log(self, index: int) -> str:
-        return (self.work / f"pod-{index}").read_text()
+    def _path(self, pod: Pod) -> pathlib.Path:
+        return self.work / f"pod-{pod[0]}-{pod[1]}"
 
-    def meet(self, rounds: int = 1, ranks: int = 0) -> None:
-        """Waits until the ranks, by default one in each pod, have met, for the last of some rounds."""
-        size = ranks or len(self.running)
-        total = size * (size - 1) // 2
+    def log(self, pod: Pod) -> str:
+        return self._path(pod).read_text()
 
-        def met() -> bool:
-            ended = [i for i, process in self.running.items() if process.poll()]
-            if ended:
-                raise RuntimeError(f"pod {ended[0]} has failed:\n{self.log(ended[0])}")
-            logs = "".join(map(self.log, self.running))
-            return all(logs.count(f"rank {rank} of {size}: sum {total}\n") == rounds for rank in range(size))
+    def logs(self, name: str) -> str:
+        """Returns the logs of all pods of a manifest."""
+        return "".join(self.log(pod) for pod in self.running if pod[0] == name)
+
+    def send(self, pod: Pod, number: signal.Signals) -> None:
+        """Sends a signal to the first program of a pod, as Kubernetes does."""
+        pid = self.running[pod].pid
+        if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink(f"/proc/{pid}/ns/pid_for_children"):
+            # The process is unshare, which has started the program in a new PID namespace.
+            pid = int(subprocess.run(["pgrep", "-P", str(pid)], check=True, capture_output=True, text=True).stdout)
+        os.kill(pid, number)
+
+    def wait(self, what: str, condition: Any) -> None:
+        """Waits for a condition. It is an error if a pod fails before."""
+
+        def holds() -> bool:
+            failed = [pod for pod, process in self.running.items() if process.poll()]
+            if failed:
+                raise RuntimeError(f"a pod of {failed[0][0]} has failed:\n{self.log(failed[0])}")
+            return condition()
 
         try:
-            wait_for(f"{size} ranks to meet", met)
+            wait_for(what, holds)
         except TimeoutError:
             print("".join(map(self.log, self.running)), file=sys.stderr)
             raise
 
-    def end(self, statuses: list[int]) -> None:
-        """Waits until all pods have ended with these statuses."""
-        got = [process.wait(LIMIT_SECONDS) for _, process in sorted(self.running.items())]
-        if got != statuses:
-            raise RuntimeError(f"got statuses {got}, want {statuses}:\n" + "".join(map(self.log, self.running)))
+    def meet(self, rounds: int = 1, ranks: int = 0) -> None:
+        """Waits until the ranks of each manifest, by default one in each pod, have met, for the last of some rounds."""
+
+        def met(name: str) -> bool:
+            logs, size = self.logs(name), ranks or sum(pod[0] == name for pod in self.running)
+            total = size * (size - 1) // 2
+            return all(logs.count(f"rank {rank} of {size}: sum {total}\n") == rounds for rank in range(size))
+
+        self.wait("the ranks to meet", lambda: all(met(name) for name in {pod[0] for pod in self.running}))
+
+    def end(self, want: list[int]) -> None:
+        """Waits until all pods have ended. The pods of each manifest must have these statuses."""
+        for pod, process in self.running.items():
+            if process.wait(LIMIT_SECONDS) != want[pod[1]]:
+                raise RuntimeError(f"pod {pod[1]} has status {process.returncode}, want {want}:\n" + self.logs(pod[0]))
 
     def finish(self) -> None:
         """Makes the programs end, and forgets the pods."""
@@ -256,78 +287,99 @@ def check_schemas(schemas: Schemas) -> None:
                 raise AssertionError(f"{path.name}: the schema of {o['kind']} allows any field")
 
 
-def indexed_job(pods: Pods) -> None:
+def jobs() -> dict[str, list[tuple[Any, str, str, dict[str, str]]]]:
+    """Returns how Pods.start starts the pods of each manifest, in the order of the ranks. The one with hvdrun is left out."""
     job = manifest("indexed-job.yaml")[1]["spec"]
     spec = job["template"]["spec"]
+    indexed = [
+        (spec, f"train-{i}", spec["subdomain"], {"JOB_COMPLETION_INDEX": str(i)}) for i in range(job["completions"])
+    ]
 
-    def start(index: int) -> None:
-        pods.start(index, spec, f"train-{index}", spec["subdomain"], {"JOB_COMPLETION_INDEX": str(index)})
-
-    for index in range(job["completions"]):
-        start(index)
-    pods.meet()
-    pods.finish()
-    say("indexed-job.yaml: all ranks have met and ended")
-
-    for number, status in (signal.SIGKILL, -9), (signal.SIGTERM, -15):  # SIGTERM is for a pod that is preempted or evicted
-        for index in range(job["completions"]):
-            start(index)
-        pods.meet()
-        pods.running[2].send_signal(number)
-        pods.end([1, 1, status, 1])
-        for index in 0, 1, 3:
-            assert "rank 2 failed" in pods.log(index), pods.log(index)
-        if number == signal.SIGTERM:
-            # With a backoffLimit, Kubernetes starts the pods again, at other addresses.
-            before = pods.names["train-0.train"]
-            for index in 2, 3, 1, 0:
-                start(index)
-            assert pods.names["train-0.train"] != before
-            pods.meet(2)
-            pods.finish()
-        pods.clear()
-        say(f"indexed-job.yaml: after {number.name} to a pod, the other ranks fail and name its rank")
-    say("indexed-job.yaml: the ranks of pods that come back at other addresses have met")
-
-
-def others(pods: Pods) -> None:
     job = manifest("jobset.yaml")[0]["spec"]["replicatedJobs"][0]
     spec = job["template"]["spec"]["template"]["spec"]
-    for i in range(job["template"]["spec"]["completions"]):
-        pods.start(i, spec, f"train-{job['name']}-0-{i}", "train", {"JOB_COMPLETION_INDEX": str(i)})
-    pods.meet()
-    pods.finish()
-    say("jobset.yaml: all ranks have met and ended")
+    jobset = [
+        (spec, f"train-{job['name']}-0-{i}", "train", {"JOB_COMPLETION_INDEX": str(i)})
+        for i in range(job["template"]["spec"]["completions"])
+    ]
 
     replicas = manifest("pytorchjob.yaml")[0]["spec"]["pytorchReplicaSpecs"]
     names = ["train-master-0", *(f"train-worker-{i}" for i in range(replicas["Worker"]["replicas"]))]
+    pytorch = []
     for i, name in enumerate(names):
         variables = {"RANK": str(i), "WORLD_SIZE": str(len(names)), "MASTER_ADDR": names[0], "MASTER_PORT": "23456"}
-        pods.start(i, replicas["Worker" if i else "Master"]["template"]["spec"], name, "", variables)
-    pods.meet()
-    pods.finish()
-    say("pytorchjob.yaml: all ranks have met and ended")
+        pytorch.append((replicas["Worker" if i else "Master"]["template"]["spec"], name, "", variables))
 
     group = manifest("leaderworkerset.yaml")[0]["spec"]["leaderWorkerTemplate"]
+    leader = []
     for i in range(group["size"]):
         variables = {
             "LWS_LEADER_ADDRESS": "train-0.train.default", "LWS_GROUP_SIZE": str(group["size"]), "LWS_WORKER_INDEX": str(i)
         }  # fmt: skip
-        pods.start(i, group["workerTemplate"]["spec"], f"train-0-{i}" if i else "train-0", "train.default", variables)
-    pods.meet()
-    pods.finish()
-    say("leaderworkerset.yaml: all ranks have met and ended")
+        leader.append((group["workerTemplate"]["spec"], f"train-0-{i}" if i else "train-0", "train.default", variables))
 
     trainer = manifest("trainjob.yaml")[0]["spec"]["trainer"]
+    train = []
     for i in range(trainer["numNodes"]):
         variables = {
             "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
             "PET_NODE_RANK": str(i), "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400",
         }  # fmt: skip
-        pods.start(i, {"containers": [trainer]}, f"train-node-0-{i}", "train", variables)
+        train.append(({"containers": [trainer]}, f"train-node-0-{i}", "train", variables))
+
+    return {
+        "indexed-job.yaml": indexed, "jobset.yaml": jobset, "pytorchjob.yaml": pytorch, "leaderworkerset.yaml": leader,
+        "trainjob.yaml": train,
+    }  # fmt: skip
+
+
+def late_pod(pods: Pods) -> None:
+    """Runs a job of each manifest, whose last pod starts later than the others."""
+    all_jobs = jobs()
+    for name, job in all_jobs.items():
+        for i, pod in enumerate(job[:-1]):
+            pods.start((name, i), *pod)
+    # The launcher of trainjob.yaml, torchrun, starts the ranks of all pods at the same time.
+    waiting = [pod for pod in pods.running if pod[0] != "trainjob.yaml"]
+    pods.wait("the ranks to wait", lambda: all("waits\n" in pods.log(pod) for pod in waiting))
+    time.sleep(LATE_SECONDS)
+    for name, job in all_jobs.items():
+        pods.start((name, len(job) - 1), *job[-1])
     pods.meet()
     pods.finish()
-    say("trainjob.yaml: all ranks have met and ended")
+    for name in all_jobs:
+        say(f"{name}: all ranks have met and ended, although a pod has started {LATE_SECONDS:g} s later")
+
+
+def lost_pod(pods: Pods) -> None:
+    """Ends a pod of each job whose ranks are the first programs of the containers."""
+    ranks = {name: job for name, job in jobs().items() if name != "trainjob.yaml"}
+
+    def start(name: str) -> None:
+        for i, pod in enumerate(ranks[name]):
+            pods.start((name, i), *pod)
+
+    for number in signal.SIGKILL, signal.SIGTERM:  # SIGTERM is for a pod that is preempted or evicted
+        for name in ranks:
+            start(name)
+        pods.meet()
+        for name in ranks:
+            pods.send((name, 2), number)
+        pods.end([1, 1, -number, 1])
+        for pod in pods.running:
+            assert pod[1] == 2 or "rank 2 failed" in pods.log(pod), pods.log(pod)
+        for name in ranks:
+            say(f"{name}: after {number.name} to a pod, the other ranks fail and name its rank")
+        if number == signal.SIGKILL:
+            pods.clear()
+
+    # With a backoffLimit, Kubernetes starts the pods again, at other addresses.
+    before = pods.names["train-0.train"]
+    pods.running = {}
+    start("indexed-job.yaml")
+    assert pods.names["train-0.train"] != before
+    pods.meet(2)
+    pods.finish()
+    say("indexed-job.yaml: the ranks of pods that come back at other addresses have met")
 
 
 def mpi_job(pods: Pods) -> None:
@@ -336,13 +388,25 @@ def mpi_job(pods: Pods) -> None:
     names = [f"train-worker-{i}" for i in range(workers["replicas"])]
     lines = [f"{name}.train.default.svc slots={slots}\n" for name in names]
     (pods.mpi / "etc" / "hostfile").write_text("".join(lines))
-    for i, name in enumerate(names):
-        pods.start(i + 1, workers["template"]["spec"], name, "train.default.svc", {})
-    pods.start(0, spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"], "train-launcher", "", {})
+    launcher = "mpijob.yaml", len(names)
+
+    def start_launcher() -> None:
+        pods.start(launcher, spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"], "train-launcher", "", {})
+
+    def start_workers() -> None:
+        for i, name in enumerate(names):
+            pods.start(("mpijob.yaml", i), workers["template"]["spec"], name, "train.default.svc", {})
+
+    order = [start_launcher, start_workers]
+    if spec.get("launcherCreationPolicy") == "WaitForWorkersReady":
+        order.reverse()
+    order[0]()
+    time.sleep(3)  # it may last much longer until the other pods have started
+    order[1]()
     pods.meet(ranks=slots * len(names))
     (pods.program / "end").touch()
-    if pods.running.pop(0).wait(LIMIT_SECONDS):
-        raise RuntimeError(pods.log(0))
+    if pods.running[launcher].wait(LIMIT_SECONDS):
+        raise RuntimeError(pods.log(launcher))
     for process in pods.running.values():  # as cleanPodPolicy says
         process.kill()
     pods.clear()
@@ -353,8 +417,8 @@ def main(schemas: list[str]) -> None:
     check_schemas(Schemas(schemas))
     with tempfile.TemporaryDirectory() as folder:
         pods = Pods(pathlib.Path(folder))
-        indexed_job(pods)
-        others(pods)
+        late_pod(pods)
+        lost_pod(pods)
         mpi_job(pods)
     say("passed")
 

@@ -41,10 +41,11 @@ type spec struct {
 		CleanPodPolicy string `yaml:"cleanPodPolicy"`
 		BackoffLimit   int    `yaml:"backoffLimit"`
 	} `yaml:"runPolicy"`
-	PyTorchReplicaSpecs map[string]replicas `yaml:"pytorchReplicaSpecs"`
-	SlotsPerWorker      int                 `yaml:"slotsPerWorker"`
-	SSHAuthMountPath    string              `yaml:"sshAuthMountPath"`
-	MPIReplicaSpecs     map[string]replicas `yaml:"mpiReplicaSpecs"`
+	PyTorchReplicaSpecs    map[string]replicas `yaml:"pytorchReplicaSpecs"`
+	SlotsPerWorker         int                 `yaml:"slotsPerWorker"`
+	SSHAuthMountPath       string              `yaml:"sshAuthMountPath"`
+	LauncherCreationPolicy string              `yaml:"launcherCreationPolicy"`
+	MPIReplicaSpecs        map[string]replicas `yaml:"mpiReplicaSpecs"`
 }
 
 type replicas struct {
@@ -55,10 +56,11 @@ type replicas struct {
 
 type podTemplate struct {
 	Spec struct {
-		Subdomain     string
-		RestartPolicy string `yaml:"restartPolicy"`
-		Containers    []container
-		Volumes       []struct {
+		Subdomain             string
+		RestartPolicy         string `yaml:"restartPolicy"`
+		ShareProcessNamespace bool   `yaml:"shareProcessNamespace"`
+		Containers            []container
+		Volumes               []struct {
 			Name   string
 			Secret *struct {
 				SecretName  string `yaml:"secretName"`
@@ -108,7 +110,8 @@ func readManifest(t *testing.T, name string) (all []object) {
 }
 
 // check returns the only container of a pod and its variables. It checks that the pod's volumes are mounted,
-// and that the secret of the job, if there is one, is a file in one of them that only its user can read.
+// and that the secret of the job, if there is one, is a file in one of them that only its user can read. A
+// pod with the secret runs a rank.
 func (p podTemplate) check(t *testing.T, wantSecret bool) (container, environment) {
 	t.Helper()
 	if len(p.Spec.Containers) != 1 {
@@ -141,6 +144,10 @@ func (p podTemplate) check(t *testing.T, wantSecret bool) (container, environmen
 	}
 	if got := env["HVD_SECRET_FILE"]; wantSecret && (secretDir == "" || filepath.Dir(got) != secretDir) {
 		t.Errorf("HVD_SECRET_FILE is %q, want a file in the volume at %q", got, secretDir)
+	}
+	// The kernel drops a SIGTERM to process 1 that has no handler, as a rank has none.
+	if wantSecret && !p.Spec.ShareProcessNamespace {
+		t.Error("the rank is process 1 of its pod, so SIGTERM would not end it")
 	}
 	if c.Image == "" || len(c.Command) == 0 || c.Resources.Limits.Memory == "" {
 		t.Errorf("got %+v, want an image, a command and a limit for memory", c)
@@ -213,8 +220,8 @@ func TestMPIJob(t *testing.T) {
 	s := all[0].Spec
 	launcher, worker := s.MPIReplicaSpecs["Launcher"], s.MPIReplicaSpecs["Worker"]
 	if len(s.MPIReplicaSpecs) != 2 || launcher.Replicas != 1 || worker.Replicas < 1 || s.SlotsPerWorker < 1 ||
-		s.SSHAuthMountPath != "/root/.ssh" {
-		t.Errorf("got %+v, want one launcher, workers with slots, and the keys of root", s)
+		s.SSHAuthMountPath != "/root/.ssh" || s.LauncherCreationPolicy != "WaitForWorkersReady" {
+		t.Errorf("got %+v, want one launcher after workers with slots, and the keys of root", s)
 	}
 	c, _ := launcher.Template.check(t, false)
 	if len(c.Command) < 3 || c.Command[0] != "hvdrun" || c.Command[1] != "--hostfile" ||
