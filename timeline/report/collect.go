@@ -2,6 +2,7 @@ package report
 
 import (
 	"cmp"
+	"iter"
 	"math"
 	"slices"
 	"strings"
@@ -55,16 +56,16 @@ func phaseOf(activity string) phase {
 // PhaseOf returns the name of the phase to which an activity belongs.
 func PhaseOf(activity string) string { return phaseNames[phaseOf(activity)] }
 
-// stream reads the operations of one rank from its files, in a goroutine of its own, so that all cores decode
-// files.
+// stream reads the operations of one rank: those of files in a goroutine of its own, so that all cores decode
+// files, and those of a running job in the goroutine of the caller, because the cores belong to the job.
 type stream struct {
-	*rankReader // until ahead is closed, only for the goroutine, except for files
+	*rankReader // until more returns false, only for batches, except for files
 	*rankStats
 	member   *analysis.Member
-	ahead    chan []item
-	items    []item        // the rest of those that were received last
+	more     func() ([]item, bool)
+	items    []item        // the rest of those that more returned last
 	frontier time.Duration // the end of the last operation that next returned
-	failed   error         // the error that ended reading, once ahead is closed
+	failed   error         // the error that ended reading, once more has returned false
 }
 
 // item is an operation, or a mark that comes before the next one.
@@ -73,8 +74,9 @@ type item struct {
 	mark mark
 }
 
-// itemsAhead is the number of items that a stream decodes at a time. At most three times as many wait.
-const itemsAhead = 16
+// aheadOf is the number of tensors and marks that a stream decodes at a time, or one operation if it has
+// more. At most three times as many wait.
+const aheadOf = 16
 
 // rankStats are the statistics of one rank.
 type rankStats struct {
@@ -140,27 +142,43 @@ type collection struct {
 	clockErr                 time.Duration
 }
 
-// read sends the operations and marks of the stream to ahead, until done is closed.
-func (s *stream) read(done <-chan struct{}) {
-	defer close(s.ahead)
-	batch := make([]item, 0, itemsAhead)
-	send := func() bool {
-		select {
-		case s.ahead <- batch:
-			batch = make([]item, 0, itemsAhead)
-			return true
-		case <-done:
-			batch = batch[:0]
-			return false
-		}
-	}
-	add := func(i item) bool {
+// batches passes the operations and marks of the stream to yield until yield returns false.
+func (s *stream) batches(yield func([]item) bool) {
+	var batch []item
+	size, wanted := 0, true
+	add := func(i item, n int) bool {
 		batch = append(batch, i)
-		return len(batch) < itemsAhead || send()
+		size += n
+		if size >= aheadOf {
+			wanted = wanted && yield(batch)
+			batch, size = nil, 0
+		}
+		return wanted
 	}
-	s.mark = func(m mark) { add(item{mark: m}) }
-	s.failed = s.operations(func(o *operation) bool { return add(item{op: o}) })
-	send()
+	s.mark = func(m mark) { add(item{mark: m}, 1) }
+	s.failed = s.operations(func(o *operation) bool { return add(item{op: o}, len(o.Records)) })
+	if wanted {
+		yield(batch)
+	}
+}
+
+// readAhead begins to read in a goroutine, until done is closed.
+func (s *stream) readAhead(reading *sync.WaitGroup, done <-chan struct{}) {
+	ahead := make(chan []item, 1)
+	reading.Go(func() {
+		defer close(ahead)
+		for batch := range s.batches {
+			select {
+			case ahead <- batch:
+			case <-done:
+				return
+			}
+		}
+	})
+	s.more = func() ([]item, bool) {
+		batch, more := <-ahead
+		return batch, more
+	}
 }
 
 // next returns the next operation, after it has passed the marks before it to take. At the end it returns
@@ -176,10 +194,11 @@ func (s *stream) next(take func(mark)) *operation {
 			}
 			take(i.mark)
 		}
-		var more bool
-		if s.items, more = <-s.ahead; !more {
+		batch, more := s.more()
+		if !more {
 			return nil
 		}
+		s.items = batch
 	}
 }
 
@@ -205,12 +224,18 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 				succeeded: make(map[int]time.Duration)}
 		}
 		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never},
-			ahead: make(chan []item, 1), frontier: never}
+			frontier: never}
 		s.steps.marked = f.marked()
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
 			Error: time.Duration(f.clock.err), Known: f.clock.known})
 		of[s.member] = s.rankStats
-		reading.Go(func() { s.read(done) })
+		if j.running {
+			next, stop := iter.Pull(s.batches)
+			defer stop()
+			s.more = next
+		} else {
+			s.readAhead(&reading, done)
+		}
 		c.streams = append(c.streams, s)
 		if f.clock.known {
 			c.clockErr = max(c.clockErr, time.Duration(f.clock.err))
