@@ -296,7 +296,7 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 	// Arrivals are indexed by position in the process set. The position equals the rank only in process set
 	// 0.
 	if r.Set == topo.Global && len(p.arrivals) == 0 {
-		p.arrivals = lastArrivals(op)
+		p.arrivals = LastArrivals(op)
 		l.kept += len(p.arrivals)
 	}
 	if len(p.submitted) == members || o.number == 0 {
@@ -315,9 +315,9 @@ func lastSubmitted(op *trace.Operation) *trace.Record {
 	return last
 }
 
-// lastArrivals returns, for each position in the process set, when the last request for a tensor of the
+// LastArrivals returns, for each position in the process set, when the last request for a tensor of the
 // operation arrived at rank 0. The time is 0 if no request arrived.
-func lastArrivals(op *trace.Operation) []time.Duration {
+func LastArrivals(op *trace.Operation) []time.Duration {
 	last := slices.Clone(op.ArrivalsOf(0))
 	for i := range op.Records {
 		for position, at := range op.ArrivalsOf(i) {

@@ -186,7 +186,8 @@ func TestRecorder(t *testing.T) {
 	r.Step(5, 7)
 	all := r.Since(0)
 	if len(all.Entries) != 2 || all.Entries[0].Operation.Records[0].Name != "x" ||
-		len(all.Entries[0].Operation.Arrivals) != 2 || *all.Entries[1].Step != (live.Mark{At: 5, Number: 7}) {
+		!slices.Equal(all.Entries[0].Arrivals, []time.Duration{1, 2}) ||
+		*all.Entries[1].Step != (live.Mark{At: 5, Number: 7}) {
 		t.Errorf("got %+v", all)
 	}
 	if none := r.Since(all.Next()); len(none.Entries) != 0 || none.First != all.Next() {
@@ -196,16 +197,27 @@ func TestRecorder(t *testing.T) {
 	o.Records[0].Partial = true
 	r.Record(o)
 	if next := r.Since(all.Next()); len(next.Entries) != 1 || next.First != all.Next() ||
-		len(next.Entries[0].Operation.Arrivals) != 0 {
+		len(next.Entries[0].Arrivals) != 0 {
 		t.Errorf("got %+v, want one entry, without arrivals, because some are missing", next)
 	}
+	r = live.NewRecorder()
+	o = operation("x")
+	o.Records, o.Arrivals = append(o.Records, o.Records[0]), []time.Duration{1, 5, 3, 4}
+	r.Record(o)
+	if got := r.Since(0).Entries[0]; !slices.Equal(got.Arrivals, []time.Duration{3, 5}) ||
+		len(got.Operation.Arrivals) != 0 {
+		t.Errorf("got %+v, want one arrival of each member, 3 and 5", got)
+	}
+	r = live.NewRecorder()
+	r.Record(operation("x"))
+	all = r.Since(0)
 	long := operation(strings.Repeat("z", 1<<20))
 	for range 6 {
 		r.Record(long)
 	}
-	if few := r.Since(all.First); len(few.Entries) != 3 || few.First != all.First+6 {
+	if few := r.Since(all.First); len(few.Entries) != 3 || few.First != all.First+4 {
 		t.Errorf("got %d entries from number %d on, want the last 3, from %d on", len(few.Entries), few.First,
-			all.First+6)
+			all.First+4)
 	}
 	if later := live.NewRecorder().Since(r.Since(0).Next()); later.First <= r.Since(0).Next() {
 		t.Errorf("a later recorder begins with number %d, the earlier one has %d", later.First, r.Since(0).Next())

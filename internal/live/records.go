@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -38,7 +39,10 @@ func NewRecorder() *Recorder { return &Recorder{next: uint64(time.Now().UnixNano
 // Entry is what a rank has recorded at one moment: the end of an operation, the end of a span, or the
 // beginning of a step.
 type Entry struct {
+	// Operation has no Arrivals. Entry.Arrivals has, for each member of the process set, when the last of its
+	// requests for a tensor of the operation arrived (analysis.LastArrivals).
 	Operation *trace.Operation `json:"operation,omitempty"`
+	Arrivals  []time.Duration  `json:"arrivals_ns,omitempty"`
 	Span      *trace.Span      `json:"span,omitempty"`
 	Step      *Mark            `json:"step,omitempty"`
 }
@@ -51,9 +55,9 @@ type Mark struct {
 
 // Size returns about how many bytes an entry takes.
 func (e *Entry) Size() int {
-	n := entryBytes
+	n := entryBytes + arrivalBytes*len(e.Arrivals)
 	if o := e.Operation; o != nil {
-		n += recordBytes*len(o.Records) + activityBytes*len(o.Activities) + arrivalBytes*len(o.Arrivals)
+		n += recordBytes*len(o.Records) + activityBytes*len(o.Activities)
 		for i := range o.Records {
 			n += len(o.Records[i].Name) + len(o.Records[i].Error)
 		}
@@ -77,12 +81,12 @@ func (r *Recorder) add(e Entry) {
 
 // Record records an operation that has ended.
 func (r *Recorder) Record(op *trace.Operation) {
-	o := &trace.Operation{Records: slices.Clone(op.Records), Activities: slices.Clone(op.Activities),
-		Arrivals: slices.Clone(op.Arrivals)}
-	if slices.ContainsFunc(o.Records, func(n trace.Record) bool { return n.Partial }) {
-		o.Arrivals = nil
+	e := Entry{Operation: &trace.Operation{Records: slices.Clone(op.Records),
+		Activities: slices.Clone(op.Activities)}}
+	if !slices.ContainsFunc(op.Records, func(n trace.Record) bool { return n.Partial }) {
+		e.Arrivals = analysis.LastArrivals(op)
 	}
-	r.add(Entry{Operation: o})
+	r.add(e)
 }
 
 // Span records what the program did.
@@ -133,7 +137,7 @@ type Records struct {
 func (r *Records) Next() uint64 { return r.First + uint64(len(r.Entries)) }
 
 // DecodeRecords decodes a JSON object with the Records of ranks, by their numbers. Each operation has a
-// record, and the same number of arrivals for each of its records.
+// record, and no arrivals of its own.
 func DecodeRecords(text []byte) (map[int]*Records, error) {
 	var all map[int]*Records
 	if err := json.Unmarshal(text, &all); err != nil {
@@ -145,9 +149,9 @@ func DecodeRecords(text []byte) (map[int]*Records, error) {
 		}
 		for i := range r.Entries {
 			o := r.Entries[i].Operation
-			if o != nil && (len(o.Records) == 0 || len(o.Arrivals)%len(o.Records) != 0) {
-				return nil, fmt.Errorf("malformed operations of rank %d: got %d arrivals for %d tensors", rank,
-					len(o.Arrivals), len(o.Records))
+			if o != nil && (len(o.Records) == 0 || len(o.Arrivals) > 0) {
+				return nil, fmt.Errorf("malformed operations of rank %d: got one with %d tensors and %d arrivals, "+
+					"want tensors, and the arrivals beside it", rank, len(o.Records), len(o.Arrivals))
 			}
 		}
 	}

@@ -51,7 +51,7 @@ func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
 			r.mark(mark{isSpan: true, span: trace.Span{Kind: e.Span.Kind, Name: clip(e.Span.Name),
 				Begun: r.reference(int64(e.Span.Begun)), End: r.reference(int64(e.Span.End))}})
 		case e.Operation != nil && !slices.ContainsFunc(e.Operation.Records, notSubmitted):
-			if !yield(r.ofRecord(e.Operation)) {
+			if !yield(r.ofEntry(e)) {
 				return false
 			}
 		}
@@ -63,8 +63,10 @@ func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
 // events for such a tensor either.
 func notSubmitted(n trace.Record) bool { return n.Submitted == 0 }
 
-// ofRecord returns an operation with times on rank 0's clock.
-func (r *rankReader) ofRecord(op *trace.Operation) *operation {
+// ofEntry returns the operation of an entry with times on rank 0's clock. All its tensors have the same
+// arrivals.
+func (r *rankReader) ofEntry(e *live.Entry) *operation {
+	op := e.Operation
 	convert := func(times ...*time.Duration) {
 		for _, t := range times {
 			if *t != 0 {
@@ -74,7 +76,7 @@ func (r *rankReader) ofRecord(op *trace.Operation) *operation {
 	}
 	o := &operation{fused: int64(len(op.Records)), Operation: trace.Operation{
 		Records: slices.Clone(op.Records), Activities: slices.Clone(op.Activities),
-		Arrivals: slices.Clone(op.Arrivals)}}
+		Arrivals: slices.Repeat(e.Arrivals, len(op.Records))}}
 	for i := range o.Records {
 		n := &o.Records[i]
 		n.Name, n.Error, n.Peer = clip(n.Name), clip(n.Error), max(n.Peer, topo.Rank(-1))
