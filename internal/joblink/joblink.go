@@ -142,6 +142,13 @@ type Verdict struct {
 type question struct {
 	ID   uint64 `json:"id"`
 	What string `json:"what"`
+	// Of has the ranks that are asked. The others send no answer. It is empty if all are asked.
+	Of []topo.Rank `json:"of,omitempty"`
+}
+
+// asks reports whether a rank is asked.
+func (q *question) asks(rank int) bool {
+	return len(q.Of) == 0 || slices.Contains(q.Of, topo.Rank(rank))
 }
 
 // New returns the link of a rank. kv is a client of the launcher's store. The caller must close kv.
@@ -271,6 +278,9 @@ func (l *link) answer(ctx context.Context, handle func(what string) []byte) erro
 				continue
 			}
 			last = q.ID
+			if !q.asks(l.rank) {
+				continue
+			}
 			if err := l.reply(ctx, q.ID, handle(q.What)); err != nil {
 				return err
 			}
@@ -343,7 +353,6 @@ type accusation struct {
 // inquiry is a question together with the answers for which the launcher waits.
 type inquiry struct {
 	question
-	all     bool         // it is for all ranks
 	pending map[int]bool // the ranks that have not answered yet
 	answers map[int][]byte
 	done    chan struct{} // closed when pending is empty
@@ -474,7 +483,7 @@ func (l *Launcher) SetRanks(generation uint64, ranks int) {
 	defer l.mu.Unlock()
 	l.generation, l.ranks = generation, ranks
 	for _, q := range l.open {
-		if q.all && len(q.pending) > 0 {
+		if len(q.Of) == 0 && len(q.pending) > 0 {
 			q.pending = setOf(ranks)
 			clear(q.answers)
 		}
@@ -638,20 +647,20 @@ func (l *Launcher) Accusation(ctx context.Context) (Verdict, bool) {
 	}
 }
 
-// Ask sends a question to all ranks and waits until those in the parameter of, or all if there are none, have
-// answered or ctx ends. answers[r] is the answer of rank r. missing holds, in ascending order, those that
-// have not answered or have no answer. err is an error of the store; the end of ctx is not an error. If err
-// is not nil, Ask also returns the answers that it has received so far.
+// Ask asks the ranks in the parameter of, or all if there are none, and waits until they have answered or ctx
+// ends. answers[r] is the answer of rank r. missing holds, in ascending order, those that have not answered
+// or have no answer. err is an error of the store; the end of ctx is not an error. If err is not nil, Ask
+// also returns the answers that it has received so far.
 //
 // Ask holds all answers in memory, each of at most MaxBodyBytes.
 func (l *Launcher) Ask(ctx context.Context, what string, of ...topo.Rank) (answers map[int][]byte,
 	missing []int, err error) {
-	q := &inquiry{question: question{What: what}, all: len(of) == 0, answers: make(map[int][]byte),
+	q := &inquiry{question: question{What: what, Of: of}, answers: make(map[int][]byte),
 		done: make(chan struct{})}
 	l.mu.Lock()
 	q.pending = setOf(l.ranks)
 	maps.DeleteFunc(q.pending, func(r int, _ bool) bool {
-		return !q.all && !slices.Contains(of, topo.Rank(r))
+		return !q.asks(r)
 	})
 	l.last++
 	q.ID = l.last
@@ -673,7 +682,7 @@ func (l *Launcher) Ask(ctx context.Context, what string, of ...topo.Rank) (answe
 		err = fmt.Errorf("joblink: asking the ranks for %.64q: %w", what, err)
 	}
 	for r := range l.ranks {
-		if _, ok := q.answers[r]; !ok && (q.all || slices.Contains(of, topo.Rank(r))) {
+		if _, ok := q.answers[r]; !ok && q.asks(r) {
 			missing = append(missing, r)
 		}
 	}

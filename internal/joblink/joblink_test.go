@@ -135,6 +135,24 @@ func TestAsk(t *testing.T) {
 	}
 }
 
+// A rank that is not asked sends no answer.
+func TestAskFew(t *testing.T) {
+	kv, dial := served(t)
+	l := listen(t, kv, 3, deaf)
+	answers(t, 3, dial, func(rank int, what string) []byte {
+		if what == Dump && rank != 1 {
+			t.Errorf("rank %d was asked", rank)
+		}
+		return echo(rank, what)
+	})
+	got, missing, err := l.Ask(testnet.Context(t), Dump, 1)
+	if err != nil || len(missing) > 0 || len(got) != 1 || !bytes.Equal(got[1], echo(1, Dump)) {
+		t.Errorf("got %v, %v missing, error %v, want the answer of rank 1", got, missing, err)
+	}
+	got, missing, err = l.Ask(testnet.Context(t), Metrics) // after it, all have seen the first question
+	wantEchoes(t, Metrics, 3, got, missing, err)
+}
+
 // TestDeadline checks that Ask returns when its context ends, and that missing contains the ranks that have
 // not answered. An answer that arrives later must not count as the answer to another question.
 func TestDeadline(t *testing.T) {
