@@ -227,6 +227,17 @@ func TestRecordsForAReader(t *testing.T) {
 				break
 			}
 		}
+		ask(me + "0")
+		o.mu.Lock()
+		e, later := o.engine, o.live
+		o.mu.Unlock()
+		o.endRecording(e, recorder) // the timer of the first one, once more
+		o.mu.Lock()
+		if o.live != later {
+			t.Errorf("rank %d has forgotten the recorder that it uses", r.Rank)
+		}
+		o.mu.Unlock()
+		o.endRecording(e, later)
 		r.Do(testcluster.Barrier("later"))
 		if got := recorder.Since(second.Next()); len(got.Entries) != 0 {
 			t.Errorf("rank %d has recorded %+v without a reader", r.Rank, got)

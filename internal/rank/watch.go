@@ -268,12 +268,7 @@ func (r *Watch) records(question string) []byte {
 		recorder := live.NewRecorder()
 		r.live = recorder
 		e.Watch(recorder)
-		r.forget = time.AfterFunc(readerTime, func() {
-			r.mu.Lock()
-			defer r.mu.Unlock()
-			r.live = nil
-			e.Unwatch(recorder)
-		})
+		r.forget = time.AfterFunc(readerTime, func() { r.endRecording(e, recorder) })
 	}
 	r.forget.Reset(readerTime)
 	recorded := r.live.Since(from)
@@ -286,6 +281,17 @@ func (r *Watch) records(question string) []byte {
 		return nil
 	}
 	return text
+}
+
+// endRecording ends the recording into a recorder. Its timer may call this again while a later recorder is in
+// use, because records may have reset the timer while the first call waited for mu.
+func (r *Watch) endRecording(e *engine.Engine, recorder *live.Recorder) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.live == recorder {
+		r.live = nil
+	}
+	e.Unwatch(recorder)
 }
 
 // Dump returns the operations for which the rank waits. If the flight recorder is on, it also returns the
