@@ -106,52 +106,72 @@ func (a *jobAddress) get(ctx context.Context, resource string) (io.ReadCloser, e
 	return resp.Body, nil
 }
 
-// about asks hvdrun which job it is.
-func (a *jobAddress) about() (*live.About, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), aboutTime)
-	defer cancel()
-	body, err := a.get(ctx, aboutPath)
+// fetch returns what decode makes of the response of the job to a request.
+func fetch[T any](ctx context.Context, a *jobAddress, resource string, decode func([]byte) (T, error)) (v T,
+	err error) {
+	body, err := a.get(ctx, resource)
 	if err != nil {
-		return nil, err
-	}
-	defer body.Close()
-	text, err := io.ReadAll(io.LimitReader(body, 1<<20))
-	if err != nil {
-		return nil, err
-	}
-	return live.DecodeAbout(text)
-}
-
-// end waits until the job has ended, and returns its last state.
-func (a *jobAddress) end(ctx context.Context) (*live.Job, error) {
-	body, err := a.get(ctx, endPath)
-	if err != nil {
-		return nil, err
+		return v, err
 	}
 	defer body.Close()
 	text, err := io.ReadAll(io.LimitReader(body, maxStateBytes))
 	if err != nil {
-		return nil, err
+		return v, err
 	}
-	return live.DecodeJob(text)
+	return decode(text)
 }
 
-// records returns what ranks have recorded since the entries with the given numbers.
+// about asks hvdrun which job it is.
+func (a *jobAddress) about() (*live.About, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), aboutTime)
+	defer cancel()
+	return fetch(ctx, a, aboutPath, live.DecodeAbout)
+}
+
+// end waits until the job has ended, and returns its last state, or one that says that hvdrun has ended
+// without it. If the connection breaks, it connects again. If ctx ends, it returns nil.
+func (a *jobAddress) end(ctx context.Context) *live.Job {
+	for {
+		last, err := fetch(ctx, a, endPath, live.DecodeJob)
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case err == nil:
+			return last
+		case a.gone(ctx):
+			return &live.Job{Time: time.Now(), End: a.lost()}
+		}
+		pause(ctx)
+	}
+}
+
+// gone reports whether hvdrun has ended.
+func (a *jobAddress) gone(ctx context.Context) bool {
+	conn, err := dialJob(ctx, a.folder)
+	if err == nil {
+		_ = conn.Close() // nothing was sent
+	}
+	return err != nil && ctx.Err() == nil
+}
+
+// pause waits for retryPause, or until ctx ends.
+func pause(ctx context.Context) {
+	select {
+	case <-time.After(retryPause):
+	case <-ctx.Done():
+	}
+}
+
+// records returns what ranks have recorded since the entries with the given numbers. It returns within a
+// limited time, also if hvdrun was stopped.
 func (a *jobAddress) records(ctx context.Context, from map[int]uint64) (map[int]*live.Records, error) {
 	query := make(url.Values)
 	for rank, number := range from {
 		query.Add(rankParameter, fmt.Sprintf("%d:%d", rank, number))
 	}
-	body, err := a.get(ctx, recordsPath+"?"+query.Encode())
-	if err != nil {
-		return nil, err
-	}
-	defer body.Close()
-	text, err := io.ReadAll(io.LimitReader(body, maxStateBytes))
-	if err != nil {
-		return nil, err
-	}
-	return live.DecodeRecords(text)
+	ctx, cancel := context.WithTimeout(ctx, lookTime+aboutTime)
+	defer cancel()
+	return fetch(ctx, a, recordsPath+"?"+query.Encode(), live.DecodeRecords)
 }
 
 // update is what a reader of a job receives: a state, or a sentence if no state arrives.
@@ -213,19 +233,13 @@ func (a *jobAddress) read(ctx context.Context, every time.Duration, updates chan
 		if ended || ctx.Err() != nil {
 			return
 		}
-		conn, gone := dialJob(ctx, a.folder)
-		if gone != nil {
+		if a.gone(ctx) {
 			send(update{job: &live.Job{About: last, Time: time.Now(), End: a.lost()}})
 			return
 		}
-		_ = conn.Close() // nothing was sent
 		send(update{note: fmt.Sprintf("The connection to hvdrun (process %d) has ended: %v. Trying again.",
 			a.pid, err)})
-		select {
-		case <-time.After(retryPause):
-		case <-ctx.Done():
-			return
-		}
+		pause(ctx)
 	}
 }
 

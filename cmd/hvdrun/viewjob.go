@@ -144,9 +144,7 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 	end := make(chan *live.Job, 1)
 	go func() {
 		defer stop()
-		if last, err := j.end(ctx); err == nil {
-			end <- last
-		}
+		end <- j.end(ctx)
 	}()
 	for {
 		watched, cancel, err := l.Watched(over)
@@ -166,13 +164,8 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 			return
 		}
 	}
-	select {
-	case last := <-end:
+	if last := <-end; last != nil {
 		show(update{job: last}, nil)
-	default:
-		if ctx.Err() == nil {
-			show(update{job: &live.Job{Time: time.Now(), End: j.lost()}}, nil)
-		}
 	}
 }
 

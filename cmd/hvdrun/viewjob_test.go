@@ -1,0 +1,66 @@
+package main
+
+import (
+	"encoding/json"
+	"net"
+	"net/http"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/live"
+)
+
+// jobSocket returns a listener at the place of the socket of an hvdrun.
+func jobSocket(t *testing.T) (net.Listener, *jobAddress) {
+	t.Helper()
+	folder := t.TempDir()
+	l, err := net.Listen("unix", filepath.Join(folder, socketName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return l, &jobAddress{folder, 1}
+}
+
+// A connection that breaks while hvdrun runs is not the end of the job.
+func TestEndAfterABrokenConnection(t *testing.T) {
+	l, j := jobSocket(t)
+	go func() {
+		c, err := l.Accept()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		c.Close()
+		handler := func(w http.ResponseWriter, _ *http.Request) {
+			_ = json.NewEncoder(w).Encode(&live.Job{End: &live.End{Status: 7}})
+		}
+		_ = http.Serve(l, http.HandlerFunc(handler)) // until the test ends
+	}()
+	if last := j.end(t.Context()); last == nil || last.End.Status != 7 {
+		t.Errorf("got %+v, want the end with status 7", last)
+	}
+	l.Close()
+	if last := j.end(t.Context()); last == nil || last.End.Status != -1 {
+		t.Errorf("got %+v, want that hvdrun has ended without a last state", last)
+	}
+}
+
+// An hvdrun that was stopped does not stop the page.
+func TestRecordsOfAStoppedHvdrun(t *testing.T) {
+	_, j := jobSocket(t) // nobody accepts
+	done := make(chan error, 1)
+	go func() {
+		_, err := j.records(t.Context(), map[int]uint64{0: 0})
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		if err == nil {
+			t.Error("got records of an hvdrun that does not answer")
+		}
+	case <-time.After(deadline):
+		t.Errorf("no result after %v", deadline)
+	}
+}
