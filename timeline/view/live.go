@@ -20,10 +20,16 @@ const (
 	liveWindow   = time.Minute
 	maxLiveBytes = 24 << 20
 	// Versions are kept so that a page can load what belongs to one of them: at least minMoments, and at
-	// most maxMoments if they do not have more than maxMomentOps operations together.
+	// most maxMoments if they do not have more than maxMomentOps operations together. maxPinned limits those
+	// that are kept longer, because a page that does not follow the job any more may show them.
 	minMoments, maxMoments, maxMomentOps = 4, 32, 200_000
-	// maxStreams limits the pages that follow a job at a time.
-	maxStreams = 8
+	maxPinned                            = 8
+	// maxStreams limits the pages that follow a job at a time. A browser opens at most six connections to a
+	// host, and the pages need some for their data.
+	maxStreams = 4
+	// restFactor limits the time that the analysis takes: after one that took some time, the next one begins
+	// after this many times as long. hvdrun --view runs on the host of the training.
+	restFactor = 9
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
 	streamTime = 10 * time.Second
 	// restTime is for how long a job is still followed after the last page has gone, so that a page that is
@@ -55,30 +61,46 @@ type Problem struct {
 	Alarm bool   `json:"alarm"`
 }
 
-// Live is a running job. It keeps its last operations and states while a page follows it.
+// Live is a running job. It keeps its last operations and its last state while a page follows it.
 type Live struct {
 	title   string
 	options report.Options
-	ranks   map[int]*live.Records // only for the caller of Update and Known
+	// These fields are only for the caller of Update and Known: the number of the ranks, what they have
+	// recorded, when one of them has answered last, whether something is not analysed yet, and when the next
+	// analysis may begin.
+	size     int
+	ranks    map[int]*recorded
+	answered time.Time
+	stale    bool
+	next     time.Time
 
 	mu       sync.Mutex
+	state    State
+	states   int      // the number of states so far
 	moments  []moment // the oldest first, at least one
+	pinned   []moment // the last ones of the pages that have gone, the oldest first
 	streams  int
-	changed  chan struct{} // closed and replaced when moments or streams changes
+	changed  chan struct{} // closed and replaced when state, moments or streams changes
 	restless time.Time     // when the last page went
 }
 
-// moment is a version of a running job: its state, and its operations.
+// moment is a version of the operations of a running job.
 type moment struct {
 	version int
-	state   State
 	run     *Run
+}
+
+// recorded has the last operations of a rank, when the rank has answered last, and when its last answer with
+// operations came.
+type recorded struct {
+	*live.Records
+	answered, grown time.Time
 }
 
 // NewLive returns a job of which nothing is known yet.
 func NewLive(title string, options report.Options, size int) (*Live, error) {
-	l := &Live{title: title, options: options, changed: make(chan struct{}),
-		ranks: make(map[int]*live.Records)}
+	l := &Live{title: title, options: options, changed: make(chan struct{}), stale: true,
+		ranks: make(map[int]*recorded)}
 	return l, l.Update(size, State{Verdict: "Waiting for the first answer of the job."}, nil)
 }
 
@@ -89,7 +111,7 @@ func (l *Live) at(version int) (*Run, int) {
 	if version == 0 {
 		version = l.moments[len(l.moments)-1].version
 	}
-	for _, m := range l.moments {
+	for _, m := range slices.Concat(l.pinned, l.moments) {
 		if m.version == version {
 			return m.run, version
 		}
@@ -125,6 +147,7 @@ func (l *Live) Watched(ctx context.Context) (context.Context, context.CancelFunc
 			if n > 0 {
 				rest = time.Hour
 			} else if rest <= 0 {
+				l.forget()
 				return
 			}
 			select {
@@ -155,6 +178,13 @@ func (l *Live) Followed(ctx context.Context) {
 	}
 }
 
+// forget drops all versions except the last one and those that pages may still show.
+func (l *Live) forget() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.moments = slices.Clone(l.moments[len(l.moments)-1:])
+}
+
 // Known returns the number of the first entry of a rank that is not known yet.
 func (l *Live) Known(rank int) uint64 {
 	if r := l.ranks[rank]; r != nil {
@@ -163,29 +193,44 @@ func (l *Live) Known(rank int) uint64 {
 	return 0
 }
 
-// Update adds a state of a job of the given number of ranks, and what ranks have recorded since Known. Only
-// one goroutine may call Update and Known.
+// Update adds a state of a job of the given number of ranks, and what ranks have recorded since Known. If the
+// last analysis has taken long, the operations are shown by a later call, at the latest at the end of the
+// job. Only one goroutine may call Update and Known.
 func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
-	for _, r := range all {
-		l.add(r)
+	begun := time.Now()
+	l.stale = l.stale || size != l.size
+	l.size = size
+	l.add(all, begun)
+	var run *Run
+	if l.stale && (s.Ended || !begun.Before(l.next)) {
+		known := make([]*live.Records, 0, len(l.ranks))
+		for _, r := range l.ranks {
+			known = append(known, r.Records)
+		}
+		var err error
+		if run, err = Read(report.OfRecords(size, known), l.options, l.title); err != nil {
+			return fmt.Errorf("analyse the operations of a running job: %w", err)
+		}
+		run.live, l.stale = true, false
+		l.next = time.Now().Add(restFactor * time.Since(begun))
 	}
-	l.limit()
-	known := make([]*live.Records, 0, len(l.ranks))
-	for _, r := range l.ranks {
-		known = append(known, r)
-	}
-	run, err := Read(report.OfRecords(size, known), l.options, l.title)
-	if err != nil {
-		return fmt.Errorf("analyse the operations of a running job: %w", err)
-	}
-	run.live = true
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if run != nil {
+		l.append(run)
+	}
+	l.state, l.states = s, l.states+1
+	l.signal()
+	return nil
+}
+
+// append adds a version, and drops those for which there is no room. The caller holds mu.
+func (l *Live) append(run *Run) {
 	version := 1
 	if n := len(l.moments); n > 0 {
 		version += l.moments[n-1].version
 	}
-	l.moments = append(l.moments, moment{version, s, run})
+	l.moments = append(l.moments, moment{version, run})
 	ops, n := int64(0), 0
 	for i := range l.moments {
 		m := l.moments[len(l.moments)-1-i]
@@ -194,8 +239,6 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 		}
 	}
 	l.moments = slices.Clone(l.moments[len(l.moments)-n:])
-	l.signal()
-	return nil
 }
 
 // signal wakes all that wait for a change. The caller holds mu.
@@ -204,45 +247,87 @@ func (l *Live) signal() {
 	l.changed = make(chan struct{})
 }
 
-// add adds entries to those of a rank. If some in between are missing, or the epoch is another one, it
-// forgets the earlier ones.
-func (l *Live) add(r *live.Records) {
-	old := l.ranks[r.Rank]
-	if old != nil && old.Epoch == r.Epoch && old.Next() == r.First {
-		r.First, r.Entries = old.First, slices.Concat(old.Entries, r.Entries)
-	}
-	for rank, other := range l.ranks {
-		switch {
-		case other.Epoch < r.Epoch:
-			delete(l.ranks, rank)
-		case other.Epoch > r.Epoch:
-			return
+// add adds the entries of ranks that came at a time, and forgets those that are too old or have no room. If
+// entries are missing because a rank had no room for them, it forgets all that is older, at all ranks. If
+// they are missing because the rank was not asked, the rank begins again. Only the last epoch is kept.
+func (l *Live) add(all map[int]*live.Records, now time.Time) {
+	window, missing := liveWindow, time.Duration(-1)
+	for _, r := range all {
+		if !l.newest(r.Epoch) {
+			continue
 		}
+		old, grows := l.ranks[r.Rank], len(r.Entries) > 0
+		n := &recorded{r, now, now}
+		switch {
+		case old != nil && old.Next() == r.First:
+			if !grows {
+				n.grown = old.grown
+			}
+			r.First, r.Entries = old.First, slices.Concat(old.Entries, r.Entries)
+		case old != nil && grows && old.answered.Equal(l.answered):
+			missing = max(missing, at(&r.Entries[len(r.Entries)-1])-at(&r.Entries[0]))
+		}
+		l.ranks[r.Rank] = n
+		l.stale = l.stale || grows || old == nil
 	}
-	l.ranks[r.Rank] = r
+	if missing >= 0 {
+		window = min(window, missing)
+	}
+	if len(all) > 0 {
+		l.answered = now
+	}
+	l.limit(window)
 }
 
-// limit forgets the oldest entries. All ranks keep those of the same time.
-func (l *Live) limit() {
-	size, longest := 0, time.Duration(0)
+// newest reports whether an epoch is the last one, and forgets those before it.
+func (l *Live) newest(epoch uint64) bool {
+	for rank, r := range l.ranks {
+		switch {
+		case r.Epoch > epoch:
+			return false
+		case r.Epoch < epoch:
+			delete(l.ranks, rank)
+		}
+	}
+	return true
+}
+
+// limit forgets the entries of all ranks that are older than a time, counted back from the newest entry of
+// any rank, and the oldest ones if there is no room. It forgets a rank that has none, and has not answered
+// for liveWindow.
+func (l *Live) limit(window time.Duration) {
+	var newest time.Time
+	for _, r := range l.ranks {
+		if r.grown.After(newest) {
+			newest = r.grown
+		}
+	}
+	// The clocks of the ranks may differ. So the age of a rank's newest entry is the time since it came.
+	age := func(r *recorded, i int) time.Duration {
+		return newest.Sub(r.grown) + at(&r.Entries[len(r.Entries)-1]) - at(&r.Entries[i])
+	}
+	size, oldest := 0, time.Duration(0)
 	for _, r := range l.ranks {
 		for i := range r.Entries {
 			size += r.Entries[i].Size()
 		}
-		if n := len(r.Entries); n > 0 {
-			longest = max(longest, at(&r.Entries[n-1])-at(&r.Entries[0]))
+		if len(r.Entries) > 0 {
+			oldest = max(oldest, age(r, 0))
 		}
 	}
-	window := liveWindow
 	if size > maxLiveBytes {
-		window = min(window, time.Duration(float64(longest)*float64(maxLiveBytes)/float64(size)))
+		window = min(window, time.Duration(float64(oldest)*float64(maxLiveBytes)/float64(size)))
 	}
-	for _, r := range l.ranks {
+	for rank, r := range l.ranks {
 		n := 0
-		for n < len(r.Entries) && at(&r.Entries[len(r.Entries)-1])-at(&r.Entries[n]) > window {
+		for n < len(r.Entries) && age(r, n) > window {
 			n++
 		}
-		r.First, r.Entries = r.First+uint64(n), r.Entries[n:]
+		r.First, r.Entries, l.stale = r.First+uint64(n), r.Entries[n:], l.stale || n > 0
+		if len(r.Entries) == 0 && l.answered.Sub(r.answered) > liveWindow {
+			delete(l.ranks, rank)
+			l.stale = true
+		}
 	}
 }
 
@@ -272,8 +357,12 @@ func (l *Live) stream(w http.ResponseWriter, r *http.Request, runOf func(version
 		http.Error(w, fmt.Sprintf("%d pages follow this job already", maxStreams), http.StatusServiceUnavailable)
 		return
 	}
+	// These are the last two versions that were sent. The page may show the first of them, because it loads
+	// the data of a version before it shows it.
+	var shown [2]moment
 	defer func() {
 		l.mu.Lock()
+		l.pin(shown[:])
 		l.streams--
 		l.restless = time.Now()
 		l.signal()
@@ -283,17 +372,20 @@ func (l *Live) stream(w http.ResponseWriter, r *http.Request, runOf func(version
 	control := http.NewResponseController(w)
 	for sent := 0; ; {
 		l.mu.Lock()
-		m, changed := l.moments[len(l.moments)-1], l.changed
+		state, number, m, changed := l.state, l.states, l.moments[len(l.moments)-1], l.changed
 		l.mu.Unlock()
-		if m.version != sent {
-			sent = m.version
-			m.state.Run = runOf(m.version)
-			state, err := json.Marshal(&m.state)
+		if number != sent {
+			sent = number
+			if m.version != shown[1].version {
+				shown = [2]moment{shown[1], m}
+			}
+			state.Run = runOf(m.version)
+			text, err := json.Marshal(&state)
 			if err == nil {
 				err = control.SetWriteDeadline(time.Now().Add(streamTime))
 			}
 			if err == nil {
-				_, err = fmt.Fprintf(w, "data: %s\n\n", state)
+				_, err = fmt.Fprintf(w, "data: %s\n\n", text)
 			}
 			if cmp.Or(err, control.Flush()) != nil {
 				return // the page is gone, or does not read
@@ -305,4 +397,15 @@ func (l *Live) stream(w http.ResponseWriter, r *http.Request, runOf func(version
 			return
 		}
 	}
+}
+
+// pin keeps versions that a page may show after it has gone. The caller holds mu.
+func (l *Live) pin(shown []moment) {
+	for _, m := range shown {
+		if m.run != nil {
+			l.pinned = append(slices.DeleteFunc(l.pinned,
+				func(p moment) bool { return p.version == m.version }), m)
+		}
+	}
+	l.pinned = slices.Clone(l.pinned[max(len(l.pinned)-maxPinned, 0):])
 }

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"maps"
 	"math"
 	"net/http"
 	"net/http/cookiejar"
@@ -11,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/live"
@@ -74,8 +76,10 @@ func newLive(t *testing.T, size int) *Live {
 	return l
 }
 
+// update calls Update and does not wait until the next analysis may begin.
 func (l *Live) update(t *testing.T, size int, s State, all map[int]*live.Records) {
 	t.Helper()
+	l.next = time.Time{}
 	if err := l.Update(size, s, all); err != nil {
 		t.Fatal(err)
 	}
@@ -164,6 +168,98 @@ func TestOldEntriesAreForgotten(t *testing.T) {
 	}
 	if size > maxLiveBytes+4*8<<10 || size < maxLiveBytes/2 {
 		t.Errorf("got entries of %d bytes, want at most %d", size, maxLiveBytes)
+	}
+}
+
+// All ranks keep the entries of the same time, whatever their clocks show. A rank that is not asked any more
+// is forgotten. If a rank that is asked has had no room, all begin again.
+func TestRanksKeepTheSameTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := newLive(t, 3)
+		begun := time.Now()
+		// second lets a second pass in which ranks have begun a step each. Before it, rank 0 has lost some
+		// entries.
+		second := func(lost uint64, ranks ...int) {
+			t.Helper()
+			time.Sleep(time.Second)
+			all := make(map[int]*live.Records)
+			for _, rank := range ranks {
+				at := time.Since(begun) + time.Duration(rank)*time.Hour
+				all[rank] = &live.Records{Rank: rank, First: l.Known(rank), Entries: []live.Entry{
+					{Step: &live.Mark{At: at}}}}
+			}
+			if all[0] != nil {
+				all[0].First += lost
+			}
+			l.update(t, 3, State{}, all)
+		}
+		check := func(when string, want map[int]int) {
+			t.Helper()
+			got := make(map[int]int)
+			for rank, r := range l.ranks {
+				got[rank] = len(r.Entries)
+			}
+			if !maps.Equal(got, want) {
+				t.Errorf("%s: got entries of ranks %v, want %v", when, got, want)
+			}
+		}
+		for range 10 {
+			second(0, 0, 1, 2)
+		}
+		for range 55 {
+			second(0, 0, 1)
+		}
+		check("after 65 s", map[int]int{0: 61, 1: 61, 2: 6})
+		for range 10 {
+			second(0, 0, 1)
+		}
+		check("rank 2 has answered 65 s ago", map[int]int{0: 61, 1: 61})
+		run, _ := l.at(0)
+		if got := run.report.Missing; !slices.Equal(got, []int{2}) {
+			t.Errorf("got the missing ranks %v, want 2", got)
+		}
+		second(5, 0, 1)
+		check("rank 0 has lost entries", map[int]int{0: 1, 1: 1})
+		second(0, 1, 2)
+		second(0, 1, 2)
+		second(5, 0, 1)
+		check("rank 0 has not been asked for a while", map[int]int{0: 1, 1: 4, 2: 2})
+	})
+}
+
+// The operations are analysed only if there are others, and, before the end of the job, not soon after an
+// analysis.
+func TestAnalysisIsLimited(t *testing.T) {
+	all, _ := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	update := func(s State, all map[int]*live.Records) (operations int64, version int) {
+		t.Helper()
+		if err := l.Update(4, s, all); err != nil {
+			t.Fatal(err)
+		}
+		run, version := l.at(0)
+		return run.report.Operations, version
+	}
+	l.next = time.Time{}
+	n, first := update(State{}, part(all, 0, 10))
+	if n != 40 || !l.next.After(time.Now().Add(-time.Minute)) {
+		t.Errorf("got %d operations, and the next analysis at %v", n, l.next)
+	}
+	l.next = time.Time{}
+	if _, version := update(State{}, nil); version != first {
+		t.Errorf("without new operations: got version %d, want %d", version, first)
+	}
+	l.next = time.Now().Add(time.Hour)
+	if n, version := update(State{}, part(all, 10, 20)); n != 40 || version != first {
+		t.Errorf("soon: got %d operations and version %d, want 40 and %d", n, version, first)
+	}
+	l.next = time.Time{}
+	if n, version := update(State{}, nil); n != 80 || version != first+1 {
+		t.Errorf("later: got %d operations and version %d, want 80 and %d", n, version, first+1)
+	}
+	l.next = time.Now().Add(time.Hour)
+	if n, version := update(State{Ended: true}, part(all, 20, 30)); n != 120 || version != first+2 {
+		t.Errorf("at the end: got %d operations and version %d, want 120 and %d", n, version, first+2)
 	}
 }
 
@@ -283,13 +379,22 @@ func TestStream(t *testing.T) {
 	if n, _ := operations(""); n != 80 || second.Verdict != "one" || third.Verdict != "two" {
 		t.Errorf("got %d operations and the states %+v, %+v", n, second, third)
 	}
-	for range maxMoments {
-		l.update(t, 4, State{}, nil)
+	versions := func() {
+		for range maxMoments {
+			l.stale = true
+			l.update(t, 4, State{}, nil)
+		}
 	}
+	versions()
 	for _, run := range []string{second.Run, "x", first.Run + "00"} {
-		if _, status := operations(run); status != http.StatusGone && run != "x" {
+		if _, status := operations(run); status != http.StatusGone {
 			t.Errorf("%s: got status %d, want %d", run, status, http.StatusGone)
 		}
+	}
+	l.update(t, 4, State{Verdict: "last"}, part(all, 20, 30))
+	last := next()
+	for last.Verdict != "last" {
+		last = next()
 	}
 	a.Body.Close()
 	select {
@@ -298,6 +403,14 @@ func TestStream(t *testing.T) {
 		t.Error("the job is still watched a minute after the page has gone")
 	}
 	l.Followed(t.Context())
+	// The page may still show what it has received last.
+	if n := len(l.moments); n != 1 {
+		t.Errorf("got %d versions while no page follows, want 1", n)
+	}
+	versions()
+	if n, status := operations(last.Run); n != 120 || status != http.StatusOK {
+		t.Errorf("got %d operations and status %d of the last version of the page, want 120", n, status)
+	}
 }
 
 // The page follows a running job, shows in red which rank is missing, pauses, and stays with the verdict.
@@ -331,6 +444,7 @@ func TestPageOfARunningJob(t *testing.T) {
 	p.text(`document.getElementById("late-next").click() ?? ""`)
 	p.wait(`document.getElementById("follow").textContent === "Follow"`)
 	l.Followed(t.Context())
+	l.stale = true // so that there is another version of the operations
 	l.update(t, 4, State{Verdict: "nobody sees this"}, nil)
 	p.still()
 	if got := text("live-verdict"); got != "Rank 2 held up all others." {

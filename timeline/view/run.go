@@ -25,12 +25,13 @@ import (
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
-// maxBytes limits the memory of the operations of all ranks that are kept to be drawn. That is about two
-// million with one tensor and three activities. The report has all operations. The other constants say what
-// an operation takes.
+// maxBytes limits the memory of the operations and spans of all ranks that are kept to be drawn. That is
+// about two million operations with one tensor and three activities. The report has all operations. The other
+// constants say what an operation and a span take.
 const (
 	maxBytes                       = 512 << 20
 	opBytes, recordBytes, actBytes = 160, 16, 24
+	spanBytes                      = 32
 	nameBytes                      = 64 // of each name, in addition to its text
 )
 
@@ -136,6 +137,11 @@ func Read(job *report.Job, o report.Options, title string) (*Run, error) {
 		waits[w.Rank] = append(waits[w.Rank], w)
 	}
 	for _, s := range d.Spans {
+		if v.room < spanBytes {
+			d.LeftOut++
+			continue
+		}
+		v.room -= spanBytes
 		n := span{s.Begun, s.End, v.name(s.Name), inRange}
 		if s.Kind == trace.Wait {
 			n.phase = waitsForResult

@@ -103,10 +103,11 @@ func (s *Server) of(run string) (Source, string, error) {
 		return s.source, s.id, nil
 	}
 	version := 0
-	if id, text, named := strings.Cut(run, "."); named && id == s.id {
-		version, _ = strconv.Atoi(text) // a wrong number is not kept either
-		if version < 1 {
-			version = -1
+	if run != "" {
+		id, text, _ := strings.Cut(run, ".")
+		version, _ = strconv.Atoi(text)
+		if id != s.id || version < 1 {
+			version = -1 // which is not kept
 		}
 	}
 	source, version := s.live.at(version)
@@ -297,7 +298,7 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
 	h.Set("Content-Type", a.kind)
 	h.Set("Vary", "Accept-Encoding")
-	if r.URL.Query().Get("run") == run {
+	if s.live == nil && r.URL.Query().Get("run") == run {
 		h.Set("Cache-Control", "private, max-age=86400, immutable")
 	}
 	if strings.Contains(r.Header.Get("Accept-Encoding"), "gzip") {
