@@ -453,6 +453,23 @@ func TestPageOfARunningJob(t *testing.T) {
 	p.text(`document.getElementById("follow").click() ?? ""`)
 	p.wait(`document.getElementById("live-verdict").innerText === "nobody sees this"`)
 
+	// The address of a picture of another version is not used, so the page follows.
+	p.still()
+	p.text(`history.back() ?? ""`)
+	p.wait(`location.hash.includes("from=")`)
+	p.still()
+	if got := text("follow"); got != "Pause" {
+		t.Errorf("after Back to an earlier version the page offers %q, want that it follows", got)
+	}
+	// The button pauses, and the picture stays: its time is in the address then.
+	p.text(`location.hash = "" ?? ""`)
+	p.wait(`!location.hash.includes("from=")`)
+	p.still()
+	p.text(`document.getElementById("follow").click() ?? ""`)
+	p.wait(`document.getElementById("follow").textContent === "Follow" && location.hash.includes("from=")`)
+	p.text(`document.getElementById("follow").click() ?? ""`)
+	p.wait(`document.getElementById("follow").textContent === "Pause"`)
+
 	// At the end of the job the page stays, and closes the stream.
 	l.update(t, 4, State{Verdict: "The job has ended with exit status 3 after 9 s: rank 1", Alarm: true, Ended: true}, nil)
 	p.wait(`document.getElementById("live-verdict").classList.contains("alarm")`)

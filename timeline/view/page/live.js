@@ -3,7 +3,7 @@
 import { $, el } from './dom.js';
 import { setRun } from './data.js';
 import { plain } from './format.js';
-import { set } from './state.js';
+import { set, setVersion } from './state.js';
 import * as timeline from './timeline.js';
 
 // now shows a state of the job.
@@ -30,6 +30,7 @@ export function follow(show) {
   const button = $('follow');
   $('live').hidden = false;
   let stream, latest, busy = false, ended = false;
+  let shown; // the name of the data that are shown, since the page follows
 
   // next shows the latest state, and those that come meanwhile.
   async function next() {
@@ -39,12 +40,17 @@ export function follow(show) {
       const s = latest;
       latest = undefined;
       now(s);
-      timeline.freeze();
-      setRun(s.run);
       ended = s.ended;
       try {
-        await show(!s.ended);
-        if (stream) $('live-note').textContent = ended ? 'The numbers below are of the last minute before the end.'
+        if (s.run !== shown || ended) {
+          timeline.freeze();
+          setRun(s.run);
+          setVersion(s.run);
+          await show(!ended);
+          shown = s.run;
+        }
+        if (!stream) timeline.stay(true); // the page has paused meanwhile
+        else $('live-note').textContent = ended ? 'The numbers below are of the last minute before the end.'
           : 'The numbers below are of the last minute, as far as this page was open.';
       } catch (error) {
         if (!latest) $('live-note').textContent = plain(error.message); // else it was replaced meanwhile
@@ -56,10 +62,10 @@ export function follow(show) {
       stream = undefined;
       button.hidden = true;
     }
-    document.documentElement.dataset.version = Number(document.documentElement.dataset.version ?? 0) + 1;
   }
 
   function begin() {
+    shown = undefined;
     stream = new EventSource('live');
     button.textContent = 'Pause';
     stream.addEventListener('message', e => {
@@ -74,10 +80,12 @@ export function follow(show) {
     });
   }
 
-  function stop() {
+  // stop pauses. If all is set, all is to be shown, else the picture stays.
+  function stop(all = false) {
     if (!stream || ended) return;
     stream.close();
     stream = latest = undefined;
+    timeline.stay(all);
     button.textContent = 'Follow';
     $('live-note').textContent = 'Paused. Nothing is recorded while all pages pause.';
   }

@@ -4,7 +4,7 @@ import { $, el, say } from './dom.js';
 import { json, setRun } from './data.js';
 import { count, duration, percent, plain, sentence, size } from './format.js';
 import { heatMap, matrix } from './grid.js';
-import { onChange, set, state } from './state.js';
+import { onChange, set, setVersion, state } from './state.js';
 import { follow } from './live.js';
 import { strip } from './strip.js';
 import * as tables from './tables.js';
@@ -128,6 +128,7 @@ async function load() {
 async function start() {
   let [info, report] = await load();
   setRun(info.run ?? '');
+  if (info.live) setVersion(info.run);
   verdict(info, report);
   const toTimeline = () => $('timeline-section').scrollIntoView({ block: 'start' });
   timeline.start(info, report);
@@ -176,7 +177,7 @@ async function start() {
   onChange(change => {
     // Back changes the whole state, of which not all need be new.
     const chosen = change === state ? state.from + state.op + state.align !== '' : ['from', 'op', 'align', 'rows'].some(k => k in change);
-    if (chosen) stop();
+    if (chosen) stop(change.from === '');
     refresh(change);
   });
   themes(() => {

@@ -1,4 +1,6 @@
 // The state of the page is in its address: whoever opens the address sees the same picture, and Back goes back.
+// In the page of a running job, some of it is about one version of the operations. It is used only while the page
+// shows that version.
 
 const defaults = {
   from: '', to: '',     // the time that the timeline shows, in microseconds
@@ -11,20 +13,31 @@ const defaults = {
   op: '',               // the operation that is shown, RANK.INDEX
 };
 
+const ofVersion = ['from', 'to', 'rows', 'align', 'op'];
+
 export const state = { ...defaults };
 const listeners = [];
+let version = null; // of the operations of a running job
 
 function read() {
   const q = new URLSearchParams(location.hash.slice(1));
   for (const key in defaults) state[key] = q.get(key) ?? defaults[key];
+  if (version !== history.state) for (const key of ofVersion) state[key] = defaults[key];
+}
+
+// setVersion says which version of the operations of a running job the page shows.
+export function setVersion(id) {
+  const first = version === null;
+  version = id;
+  if (first) read();
 }
 
 function write(push) {
   const q = new URLSearchParams();
   for (const key in defaults) if (state[key] !== defaults[key]) q.set(key, state[key]);
   const at = location.pathname + location.search + (q.size ? '#' + q : '');
-  if (push) history.pushState(null, '', at);
-  else history.replaceState(null, '', at);
+  if (push) history.pushState(version, '', at);
+  else history.replaceState(version, '', at);
 }
 
 let timer = 0;

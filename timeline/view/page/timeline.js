@@ -390,7 +390,7 @@ function names(c, shown, top, left) {
     let label = 'rank ' + p.rank;
     if (low && left > 100 && r.host) label = plain(r.host) + ': ' + p.rank + ' …';
     else if (p.tensor !== undefined) label = plain(p.text);
-    else if (!r.has_file) label += left > 100 ? ' · no file' : '';
+    else if (!r.has_file) label += left > 100 ? (info.live ? ' · not recorded' : ' · no file') : '';
     else if (left > 100 && r.host) label += ' · ' + plain(r.host);
     if (p.tensor === undefined && state.rows === 'ranks' && !low) label = (state.open === String(p.rank) ? '▾ ' : '▸ ') + label;
     text(c, label, p.tensor === undefined ? 6 : 18, y, left - (p.tensor === undefined ? 12 : 24));
@@ -560,6 +560,14 @@ export function renew(theInfo, theReport, follow) {
   info = theInfo;
   report = theReport;
   following = follow;
+}
+
+// stay ends the following of a running job. The picture stays the same, unless all is to be shown.
+export function stay(all) {
+  const [from, to] = visible();
+  const keeps = following && state.from === '' && !all;
+  following = false;
+  if (keeps) set({ from, to }, true);
 }
 
 // start connects the timeline with the page.
