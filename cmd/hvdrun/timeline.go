@@ -2,7 +2,9 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"strconv"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -24,13 +26,18 @@ const timelineExamples = `
 Examples:
   hvdrun timeline t.json
   hvdrun timeline --json t.json t.rank3.json
+  hvdrun timeline before/ --compare after/           do the steps take longer than before?
   hvdrun timeline --merge all.json.gz timelines/     then open all.json.gz in ui.perfetto.dev or chrome://tracing
 `
+
+// compareUsage is the help of --compare.
+const compareUsage = "compare the steps and tensors with those of another run, whose FILE is `B`"
 
 // timelineFlags holds the flags of hvdrun timeline.
 type timelineFlags struct {
 	asJSON      bool
 	merge       string
+	compare     string
 	thresholdMB int64
 	capacity    int64
 }
@@ -42,6 +49,7 @@ func (r *runner) timeline() *cobra.Command {
 	g.flags.BoolVar(&given.asJSON, "json", false, "print the report as a JSON object")
 	g.flags.StringVar(&given.merge, "merge", "",
 		"also write a Chrome trace of all ranks to `OUT.json`, with all times on rank 0's clock. If the name ends in .gz, the trace is compressed")
+	g.flags.StringVar(&given.compare, "compare", "", compareUsage)
 	g.flags.Int64Var(&given.thresholdMB, "fusion-threshold-mb", defaultOf("HOROVOD_FUSION_THRESHOLD")>>20,
 		"HOROVOD_FUSION_THRESHOLD of the job, in `MIB`, if its timelines do not record it")
 	g.flags.Int64Var(&given.capacity, "cache-capacity", defaultOf("HOROVOD_CACHE_CAPACITY"),
@@ -91,6 +99,9 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more",
 			given.thresholdMB, given.capacity)
 	}
+	if given.compare != "" && given.merge != "" {
+		return usagef("timeline: got --compare and --merge, want at most one of them")
+	}
 	job, bad, err := report.Open(paths)
 	if err != nil {
 		return fmt.Errorf("timeline: %w", err)
@@ -117,8 +128,30 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 				sum.LeftOut)
 		}
 	}
-	if given.asJSON {
-		return result.WriteJSON(r.stdout)
+	var printed interface {
+		WriteJSON(io.Writer) error
+		WriteText(io.Writer) error
+	} = result
+	if given.compare != "" {
+		if printed, err = compareWith(given.compare, result, strings.Join(paths, " ")); err != nil {
+			return fmt.Errorf("timeline: --compare: %w", err)
+		}
 	}
-	return result.WriteText(r.stdout)
+	if given.asJSON {
+		return printed.WriteJSON(r.stdout)
+	}
+	return printed.WriteText(r.stdout)
+}
+
+// compareWith compares the run whose timelines are at path with run a. title says what a is.
+func compareWith(path string, a *report.Report, title string) (*report.Comparison, error) {
+	job, _, err := report.Open([]string{path}) // with one path, there is no other error
+	if err != nil {
+		return nil, err
+	}
+	b, err := job.Report(report.Options{})
+	if err != nil {
+		return nil, err
+	}
+	return report.Compare(a, b, title, path), nil
 }

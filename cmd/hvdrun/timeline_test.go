@@ -49,6 +49,18 @@ func TestTimeline(t *testing.T) {
 		t.Errorf("got %+v", r)
 	}
 
+	stdout, stderr, status = output(t, "timeline", dir, "--compare", dir)
+	if status != 0 || stderr != "" ||
+		!strings.Contains(stdout, "the runs cannot be compared: A has 8 complete steps") {
+		t.Errorf("got exit status %d, %q and %q, want that there are too few steps", status, stdout, stderr)
+	}
+	stdout, stderr, status = output(t, "timeline", "--json", dir, "--compare", dir)
+	var c report.Comparison
+	if err := json.Unmarshal([]byte(stdout), &c); err != nil || status != 0 || c.B.Title != dir ||
+		c.A.Ranks != 2 {
+		t.Errorf("got exit status %d, %q and %q: %v", status, stdout, stderr, err)
+	}
+
 	out := filepath.Join(t.TempDir(), "all.json")
 	_, stderr, status = output(t, "timeline", "--merge", out, dir)
 	if status != 0 || !strings.Contains(stderr, "merged ") ||
@@ -81,6 +93,8 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		{[]string{dir + "/t.json", bad}, 1, bad + ": byte 0", true},
 		{[]string{dir}, 0, "", true}, // a folder may contain other files too
 		{nil, 2, "got no FILE, want rank 0's timeline", false},
+		{[]string{"--compare", "none.json", dir}, 1, "--compare: ", false},
+		{[]string{"--compare", dir, "--merge", "x", dir}, 2, "want at most one of them", false},
 		{[]string{"--merge"}, 2, "flag needs an argument: --merge", false},
 		{[]string{"--cache-capacity", "-1", dir}, 2, "want 0 or more", false},
 		{[]string{"--merge", filepath.Join(dir, "t.json"), dir}, 1, "is one of the files to merge", false},

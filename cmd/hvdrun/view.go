@@ -42,14 +42,16 @@ Examples:
   hvdrun view 4711
   hvdrun view t.json
   hvdrun view --open timelines/
+  hvdrun view before/ --compare after/       do the steps take longer than before?
   hvdrun view --export late.html t.json      then send late.html to a colleague
 `
 
 // viewFlags holds the flags of hvdrun view.
 type viewFlags struct {
-	addr   string
-	open   bool
-	export string
+	addr    string
+	open    bool
+	export  string
+	compare string
 }
 
 // view returns the command that shows timelines in a browser.
@@ -61,10 +63,14 @@ func (r *runner) view() *cobra.Command {
 	g.flags.BoolVar(&given.open, "open", false, "open the page in the browser (by xdg-open)")
 	g.flags.StringVar(&given.export, "export", "",
 		"do not serve the page, but write it to `OUT.html` as one file, which opens in any browser without hvdrun")
+	g.flags.StringVar(&given.compare, "compare", "", compareUsage)
 	cmd := &cobra.Command{
 		Use:   viewCommand + " [flags] [JOB | FILE...]",
 		Short: "Show a running job, or timelines, in a browser",
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if isJob(args) && given.compare != "" {
+				return usagef("view: --compare: got a running job, want FILE")
+			}
 			if isJob(args) {
 				return r.viewJob(cmd.Context(), &given, args)
 			}
@@ -96,9 +102,15 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 	}
 	options := optionsOf(job, report.Options{FusionThresholdBytes: defaultOf("HOROVOD_FUSION_THRESHOLD"),
 		CacheCapacity: defaultOf("HOROVOD_CACHE_CAPACITY")})
-	run, err := view.Read(job, options, strings.Join(paths, " "))
+	title := strings.Join(paths, " ")
+	run, err := view.Read(job, options, title)
 	if err != nil {
 		return fmt.Errorf("view: %w", err)
+	}
+	if given.compare != "" {
+		if run.Compared, err = compareWith(given.compare, run.Report(), title); err != nil {
+			return fmt.Errorf("view: --compare: %w", err)
+		}
 	}
 	if given.export != "" {
 		if err := exportTo(given.export, run); err != nil {

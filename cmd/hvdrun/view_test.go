@@ -141,6 +141,9 @@ func TestViewOfWhatIsNone(t *testing.T) {
 		want   string
 	}{
 		{[]string{"--export", page}, 2, "--export: got a running job, want FILE"},
+		{[]string{"--compare", dir}, 2, "--compare: got a running job, want FILE"},
+		{[]string{"--compare", filepath.Join(dir, "none.json"), dir}, 1, "--compare: "},
+		{[]string{"--compare", dir, "--export", page, dir}, 0, "wrote " + page},
 		{[]string{"2147483646"}, 2, "view: no hvdrun of this user with the process number 2147483646"},
 		{[]string{filepath.Join(dir, "none.json")}, 1, "none.json: no such file or directory"},
 		{[]string{empty}, 1, "the folder contains no timeline files"},

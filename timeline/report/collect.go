@@ -94,6 +94,8 @@ type rankStats struct {
 	hits, misses int64
 	// steadyHits and steadyMisses count all requests except the first one of each name.
 	steadyHits, steadyMisses int64
+	// occurred is indexed by nameStats.id: how often the name has occurred after the start-up.
+	occurred []int
 }
 
 // nameStats are the statistics of one tensor name. last is its last record.
@@ -103,6 +105,7 @@ type nameStats struct {
 	bytes  int64
 	errors int64
 	last   trace.Record
+	series series
 }
 
 // maxNames limits the number of tensor names of all ranks together. The tensors of all further names are
@@ -339,6 +342,13 @@ func (c *collection) record(s *stream, r *trace.Record) {
 			}
 		}
 	}
+	if n != &c.further && s.steadyFrom != never {
+		if n.id >= len(s.occurred) {
+			s.occurred = append(s.occurred, make([]int, n.id+1-len(s.occurred))...)
+		}
+		n.series.add(s.occurred[n.id], float64(r.Ended-r.Submitted))
+		s.occurred[n.id]++
+	}
 	s.inside.add(max(r.Submitted, s.steadyFrom), r.Ended)
 	if r.Kind.IsMessage() || r.Kind.IsRequest() {
 		return // these use no cache
@@ -378,11 +388,14 @@ func (c *collection) mark(s *stream, m mark) {
 // beginSteady records that the first complete step of a rank began at the given time. It resets the
 // statistics of the rank that do not cover the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
-	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
+	s.steadyFrom, s.phases, s.inside, s.occurred = at, [numPhases]cover{}, cover{}, nil
 	if s == c.streams[0] {
 		c.steadyFrom = at
 		c.late.Steady(at)
 		c.details.steady(at)
+		for _, n := range c.names {
+			n.series = series{}
+		}
 	}
 }
 

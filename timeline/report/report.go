@@ -83,6 +83,9 @@ type Report struct {
 	// waited longest.
 	Hosts       []Host   `json:"hosts"`
 	TensorTable []Tensor `json:"tensor_table"`
+
+	// series has the times of the tensors by their names, for Compare.
+	series map[string]series
 }
 
 // Lateness says which ranks were late, and how late. Unless a field says otherwise, it is about the time
@@ -448,7 +451,9 @@ func (r *Report) fillLateness(f *analysis.Lateness) {
 
 func (r *Report) fillTensors(c *collection) {
 	all := make([]Tensor, 0, len(c.names))
+	r.series = make(map[string]series, len(c.names))
 	for name, n := range c.names {
+		r.series[name] = n.series
 		kind, t := strings.ToLower(n.last.Kind.String()), &n.last
 		dtype, shape := "", ""
 		if t.DType.Valid() {
@@ -503,9 +508,12 @@ func (r *Report) fillProblems(j *Job, c *collection) {
 }
 
 // WriteJSON writes the report as one JSON object.
-func (r *Report) WriteJSON(w io.Writer) error {
+func (r *Report) WriteJSON(w io.Writer) error { return writeJSON(w, r) }
+
+// writeJSON writes a value as JSON for people and programs.
+func writeJSON(w io.Writer, v any) error {
 	e := json.NewEncoder(w)
 	e.SetEscapeHTML(false)
 	e.SetIndent("", "  ")
-	return e.Encode(r)
+	return e.Encode(v)
 }

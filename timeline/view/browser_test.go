@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -22,6 +23,8 @@ import (
 	"github.com/chromedp/cdproto/log"
 	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/chromedp"
+
+	"github.com/gohvd/gohvd/timeline/report"
 )
 
 // tab is a page in a browser without a screen.
@@ -259,6 +262,64 @@ func TestPageShowsTheReport(t *testing.T) {
 	p.noFaults()
 }
 
+// The page, also an exported one, shows the comparison with another run.
+func TestPageShowsTheComparison(t *testing.T) {
+	job := testJob{ranks: 2, hosts: 1, tensors: 3, steps: 120, compute: 8000, late: -1, names: hostile}
+	v := job.read(t)
+	job.compute = 8800
+	v.Compared = report.Compare(v.Report(), job.read(t).Report(), "/home/secret/a", "b/")
+	var exported bytes.Buffer
+	if err := Export(&exported, v); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(t.TempDir(), "out.html")
+	if err := os.WriteFile(file, exported.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, url := range []string{serve(t, v).URL(), "file://" + file} {
+		p := openTab(t, url)
+		p.ready()
+		sentence := p.text(`document.getElementById("compare-sentence").textContent`)
+		if !strings.HasPrefix(sentence, "A step takes 9.1 % longer in B (median ") ||
+			!strings.HasSuffix(sentence, "; no difference found in 3 tensors.") {
+			t.Errorf("got the sentence %q", sentence)
+		}
+		var rows [][]string
+		p.list(`[...document.querySelectorAll("#compare-table tbody tr")].map(r => [...r.children].map(c => c.textContent))`,
+			&rows)
+		if len(rows) != len(v.Compared.Rows) || len(rows) != 6 {
+			t.Fatalf("got %d rows, want 6: %q", len(rows), rows)
+		}
+		for i, d := range v.Compared.Rows {
+			row := rows[i]
+			for column, want := range map[int]float64{1: d.AUS, 2: d.BUS, 3: d.DiffUS, 5: d.LowUS,
+				6: d.HighUS} {
+				if got := parseMicros(t, row[column]); math.Abs(got-want) > 0.006*math.Abs(want)+0.006 {
+					t.Errorf("%s, column %d: got %q, want %g us", row[0], column, row[column], want)
+				}
+			}
+			if want := map[bool]string{true: "yes", false: "no difference found"}[d.Differs]; row[7] != want {
+				t.Errorf("%s: got %q, want %q", row[0], row[7], want)
+			}
+			if d.What != "tensor" {
+				continue
+			}
+			at := slices.IndexFunc(v.report.TensorTable,
+				func(x report.Tensor) bool { return x.Name == d.Tensor })
+			if mean := v.report.TensorTable[at].MeanUS; d.DiffUS != 0 || math.Abs(d.AUS-mean) > 0.05*mean {
+				t.Errorf("got %+v, want the same times, of about %g us", d, mean)
+			}
+		}
+		all := p.text(`document.getElementById("compare-section").textContent`)
+		if is := strings.Contains(all, "secret"); is != strings.HasPrefix(url, "http") {
+			t.Errorf("%s: the folder of a run is shown: %v", url, is)
+		}
+		p.text(axe(t) + `; ""`)
+		p.noViolations("the comparison")
+		p.noFaults()
+	}
+}
+
 // Whatever is shown, a frame draws at most 5,000 rectangles and 12 bitmaps, and no tile is fetched twice.
 // Keys and Back change what is shown, and the address has it.
 func TestFramesAreBounded(t *testing.T) {
@@ -464,20 +525,23 @@ func axe(t *testing.T) string {
 	return b.String()
 }
 
+// noViolations reports what axe finds.
+func (p *tab) noViolations(what string) {
+	p.Helper()
+	found := p.text(`axe.run(document, { resultTypes: ["violations"] }).then(r => JSON.stringify(
+		r.violations.map(v => v.id + ": " + v.help + ": " + v.nodes.map(n => n.target.join(" ") + " " + (n.any[0]?.message ?? "")).join("; "))))`)
+	if found != "[]" {
+		p.Errorf("%s: %s", what, found)
+	}
+}
+
 func TestAccessibility(t *testing.T) {
 	v := straggler.read(t)
 	v.report.Problems = append(v.report.Problems, "a note")
 	p := openTab(t, serve(t, v).URL())
 	p.ready()
 	p.text(axe(t) + `; ""`)
-	check := func(what string) {
-		t.Helper()
-		found := p.text(`axe.run(document, { resultTypes: ["violations"] }).then(r => JSON.stringify(
-			r.violations.map(v => v.id + ": " + v.help + ": " + v.nodes.map(n => n.target.join(" ") + " " + (n.any[0]?.message ?? "")).join("; "))))`)
-		if found != "[]" {
-			t.Errorf("%s: %s", what, found)
-		}
-	}
+	check := p.noViolations
 	for _, theme := range []string{"light", "dark"} {
 		p.wait(`(document.documentElement.dataset.shown === "` + theme + `") || (document.getElementById("theme").click(), false)`)
 		p.still()

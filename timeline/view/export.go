@@ -23,7 +23,7 @@ const maxExported = 12 << 20
 // modules are the modules of the page, those first that import no other. In an exported page they are one
 // script, because a page from a file cannot load modules.
 var modules = []string{"format.js", "dom.js", "data.js", "state.js", "timeline.js", "grid.js", "strip.js",
-	"tables.js", "live.js", "main.js"}
+	"tables.js", "compare.js", "live.js", "main.js"}
 
 // anonymous is a Source without the command, the settings and the paths of a job, which an exported page does
 // not need.
@@ -40,6 +40,14 @@ func (a anonymous) Report() *report.Report {
 		r.Problems[i] = folders.ReplaceAllString(r.Problems[i], "$1")
 	}
 	return &r
+}
+
+func (a anonymous) Comparison() *report.Comparison {
+	c := *a.Source.Comparison()
+	for _, title := range []*string{&c.A.Title, &c.B.Title} {
+		*title = folders.ReplaceAllString(*title, "$1")
+	}
+	return &c
 }
 
 func (a anonymous) Info() *Info {
@@ -147,6 +155,9 @@ func exportData(source Source) (string, error) {
 		{"grid", "name", "waited"}}
 	if info.Matrix {
 		requests = append(requests, []string{"grid", "name", "waits"})
+	}
+	if info.Compared {
+		requests = append(requests, []string{"comparison"})
 	}
 	for _, r := range requests {
 		if err := add(r[0], r[1:]...); err != nil {

@@ -38,9 +38,11 @@ const (
 // Run is a job whose timelines have been read.
 type Run struct {
 	// Title is shown above the page.
-	Title  string
-	live   bool // set by Live
-	report *report.Report
+	Title string
+	// Compared is the comparison with another run, or nil if there is none.
+	Compared *report.Comparison
+	live     bool // set by Live
+	report   *report.Report
 	*report.Details
 	lanes []*lane // indexed by rank, like Details.Ranks
 	order []int   // the ranks, grouped by their hosts

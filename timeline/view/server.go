@@ -380,6 +380,8 @@ func answerTo(source Source, id, name string, q url.Values) (body []byte, kind s
 	switch name {
 	case "report":
 		v = source.Report()
+	case "comparison":
+		v = source.Comparison()
 	case "info":
 		v = struct {
 			*Info

@@ -14,6 +14,8 @@ import (
 type Source interface {
 	// Report returns the numbers and texts of the page.
 	Report() *report.Report
+	// Comparison returns the comparison with another run, or nil if there is none.
+	Comparison() *report.Comparison
 	// Info returns what the page needs to ask for pictures.
 	Info() *Info
 	// Tile returns a part of the timeline, and Window the time that all tiles of an alignment cover.
@@ -53,6 +55,8 @@ type Info struct {
 	Matrix bool `json:"matrix"`
 	// Live is true if the job runs, so that there is a stream of its states.
 	Live bool `json:"live"`
+	// Compared is true if there is a Comparison.
+	Compared bool `json:"compared"`
 }
 
 // RankInfo describes a rank.
@@ -108,12 +112,15 @@ func (v *Run) Report() *report.Report { return v.report }
 // perColumn returns how many steps a column of a grid has.
 func (v *Run) perColumn() int { return max((len(v.Steps)+maxColumns-1)/maxColumns, 1) }
 
+// Comparison implements Source.
+func (v *Run) Comparison() *report.Comparison { return v.Compared }
+
 // Info implements Source.
 func (v *Run) Info() *Info {
 	i := &Info{Title: v.Title, BeginUS: micros(v.Begin),
 		Phases: phaseNames, Names: v.names, StepsPerColumn: v.perColumn(),
 		Live: v.live, TileRows: tileRows, TileBuckets: tileBuckets, MaxLevel: maxLevel,
-		Matrix: v.Waits != nil, Ranks: []RankInfo{}}
+		Matrix: v.Waits != nil, Compared: v.Compared != nil, Ranks: []RankInfo{}}
 	i.Columns = (len(v.Steps) + i.StepsPerColumn - 1) / i.StepsPerColumn
 	if i.Names == nil {
 		i.Names = []string{}

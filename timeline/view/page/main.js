@@ -1,5 +1,6 @@
 // The page of hvdrun view: it fetches the report and connects the parts of the page.
 
+import { compare } from './compare.js';
 import { $, el, say } from './dom.js';
 import { json, setRun } from './data.js';
 import { count, duration, percent, plain, sentence, size } from './format.js';
@@ -130,6 +131,7 @@ async function start() {
   setRun(info.run ?? '');
   if (info.live) setVersion(info.run);
   verdict(info, report);
+  if (info.compared) compare(await json('comparison'));
   const toTimeline = () => $('timeline-section').scrollIntoView({ block: 'start' });
   timeline.start(info, report);
   const line = strip((from, to) => timeline.show(from, to, { align: '' }));
