@@ -468,6 +468,8 @@ class Engine:
         self._settings: dict[str, str] = {}  # those of the last job
         self.before_step: Callable[[], None] | None = None
         """A function that optimizers call when the gradients are reduced, before they change the parameters."""
+        self.before_again: list[Callable[[], None]] = []
+        """Functions that elastic.run calls before it calls the training function again."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Functions that are called when this process leaves the job."""
         # The object that users know as global_process_set. The module process_sets assigns it.

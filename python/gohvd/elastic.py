@@ -277,6 +277,8 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
                 except PeerError as e:
                     _failed(e)
                 _reset(reset)
+                for f in _engine_.before_again:
+                    f()
                 reset_before = True
         except BaseException:
             _abandon()

@@ -74,11 +74,21 @@ class Own(hvd.elastic.State):
         self.fill(self._bcast_object(self.content()))
 
 
-def step(state) -> None:
-    state.optimizer.zero_grad()
-    (state.model(torch.randn(8, 20)).sum() - 1).pow(2).backward()
+def step(state, mine: object = None) -> list:
+    """Makes a step, and checks that its gradients are the averages of those of the ranks. zero_grad follows, so that an
+    error in the step leaves gradients behind. Returns what each rank has passed as mine.
+    """
+    loss = (state.model(torch.randn(8, 20)).sum() - 1).pow(2)
+    params = list(state.model.parameters())
+    grads, parts = zip(*hvd.allgather_object((torch.autograd.grad(loss, params, retain_graph=True), mine)))
+    loss.backward()
     state.optimizer.step()
     state.step += 1
+    for p, *theirs in zip(params, *grads):
+        average = sum(theirs) / len(theirs)
+        assert torch.allclose(p.grad, average, rtol=1e-3, atol=1e-4), (state.step, p.grad.norm(), average.norm())
+    state.optimizer.zero_grad()
+    return list(parts)
 
 
 class Deadly:
@@ -197,12 +207,7 @@ def steps(victim: str) -> None:
 
     def use(batch: list[int], number: int) -> None:
         nonlocal done, furthest
-        state.optimizer.zero_grad()
-        (state.model(torch.randn(8, 20)).sum() - 1).pow(2).backward()
-        parts = hvd.allgather_object(batch)
-        state.optimizer.step()
-        state.step += 1
-        state.seen += [i for part in parts for i in part]
+        state.seen += [i for part in step(state, batch) for i in part]
         state.sampler.record_batch(number, len(batch))
         state.least = min(state.least, hvd.size())
         state.again += hvd.size() > state.least

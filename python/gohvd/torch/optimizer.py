@@ -49,6 +49,17 @@ def _forget_all() -> None:
 
 _engine.engine.at_shutdown.append(_forget_all)
 
+
+def _discard_gradients() -> None:
+    """Discards the gradients of all optimizers. Those of a step that was not made would be added to the next ones."""
+    for optimizer in list(_living):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+_engine.engine.before_again.append(_discard_gradients)
+
 # Compressors that only cast to another type. _compress does their work itself, in shared memory.
 _CASTS = (Compression.fp16, Compression.bf16)
 
