@@ -114,8 +114,7 @@ class _Distributed(torch.optim.Optimizer):
         _living.add(self)
         self._wires = {}
         self._grad_accs: list[Any] = []
-        alone = size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
-        self._hooked = bool(process_set.included()) and not alone
+        self._hooked = bool(process_set.included()) and not _always_alone()
         if self._hooked:
             for group in self.param_groups:
                 for p in group["params"]:
@@ -232,6 +231,17 @@ class _Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize() before optimizer.zero_grad()."
             )
         super().zero_grad(*args, **kwargs)
+
+    @staticmethod
+    def _vote(closure: Callable[[], Any] | None, op: int) -> None:
+        """Waits until all ranks have the gradients of a step, if each step is a commit (elastic.run)."""
+        if _engine.engine.before_step is None:
+            return
+        if closure is not None:
+            raise ValueError("elastic.run(step=True) needs gradients before optimizer.step(): call it without a closure")
+        if op == Adasum:
+            raise ValueError("elastic.run(step=True) does not support op=Adasum, whose results are steps already")
+        _engine.engine.before_step()
 
     def _tell_schedulers(self) -> None:
         """Records a step at the replaced optimizer too. A scheduler that was made for it warns if it steps first."""
@@ -530,10 +540,7 @@ class _DistributedOptimizer(_Distributed):
             else:
                 closure = self._synchronizing(closure)
         self._synchronized = False
-        if _engine.engine.before_step is not None:
-            if closure is not None:
-                raise ValueError("elastic.run(step=True) needs gradients before optimizer.step(): call it without a closure")
-            _engine.engine.before_step()
+        self._vote(closure, self.op)
         self._tell_schedulers()
         loss = super().step() if closure is None else super().step(closure)
         stepped(self)
@@ -619,8 +626,7 @@ class _DistributedAdasumOptimizer(_Distributed):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if _engine.engine.before_step is not None:
-            raise ValueError("elastic.run(step=True) does not support op=Adasum, whose results are steps already")
+        self._vote(closure, Adasum)
         if not self._hooked:
             self._tell_schedulers()
             loss = super().step(closure)
@@ -643,6 +649,11 @@ class _DistributedAdasumOptimizer(_Distributed):
 
     def _done(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
         p.add_(self._compression.decompress(output, ctx))
+
+
+def _always_alone() -> bool:
+    """Returns whether there is one rank and never another one."""
+    return size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
@@ -822,7 +833,7 @@ def _distribute(
     gradient_as_arena_view: bool = True,
 ) -> Any:
     """Does the work of DistributedOptimizer, whose other arguments it has. names has the names of the operations."""
-    adasum = op == Adasum and size() > 1
+    adasum = op == Adasum and not _always_alone()
     base = _DistributedAdasumOptimizer if adasum else _DistributedOptimizer
     kind = type(optimizer)
     distributed = object.__new__(type(kind.__name__, (base, kind), {"__doc__": kind.__doc__}))
