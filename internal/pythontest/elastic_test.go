@@ -78,6 +78,15 @@ func TestElasticTorchSteps(t *testing.T) {
 		`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4: 2 ranks: rank 2 .* leaves: SIGTERM\n`: 1})
 }
 
+// TestElasticTorchAhead kills a rank when only some others have learned of the vote for a step, and one of
+// these while it sends its state to the rank that has not. No rank goes back.
+func TestElasticTorchAhead(t *testing.T) {
+	t.Parallel()
+	cmd := elasticJob(t, []string{"-np", "4", "--min-np", "2"}, "ahead", t.TempDir())
+	ends(t, cmd, map[string]int{`:done 0 11\n`: 2, `hvdrun: generation 2: 3 ranks: rank 1 `: 1,
+		`hvdrun: generation 3: 2 ranks: rank 1 `: 1})
+}
+
 // TestElasticTorchBuilding kills a rank. The others train while the new process makes its model, which ends
 // only when they have made 300 steps.
 func TestElasticTorchBuilding(t *testing.T) {

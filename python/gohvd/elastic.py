@@ -307,7 +307,8 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     e = _progress()
     if e.held == _library.HELD_GRANTED and state._before is not None:
         state._put_back(state._before)
-    state._begin(e.root, e.held in (_library.HELD_GRANTED, _library.HELD_SAVED))
+    granted = e.held in (_library.HELD_GRANTED, _library.HELD_SAVED)
+    state._begin(e.root, granted or state._by_steps and state._is_commit)
     if e.restore and not state._by_steps:
         state.restore()
     if reset_before:
@@ -323,9 +324,10 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
 
 
 def _sync(state: State, undo: bool) -> None:
-    """Gets the state from other ranks. undo says that the present state is a commit, so it must not be changed in part if
-    the others die meanwhile.
+    """Gets the state from other ranks. undo says that the present state is needed again if the others die meanwhile, so it
+    must not be changed in part. It is a commit then if it was one before.
     """
+    is_commit = state._is_commit
     if undo:
         state.save()
     try:
@@ -333,6 +335,7 @@ def _sync(state: State, undo: bool) -> None:
     except PeerError:
         if undo:
             state.restore()
+            state._is_commit = is_commit
         raise
 
 

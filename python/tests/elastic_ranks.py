@@ -20,7 +20,11 @@ import time
 import torch
 
 import gohvd.torch as hvd
+from gohvd import elastic
+from gohvd._engine import operation
+from gohvd._library import ALLREDUCE
 from gohvd.exceptions import MismatchError
+from gohvd.torch import mpi_ops
 
 FIRST = os.environ["HVD_MEMBER"].endswith("/1")
 LIMIT_SECONDS = 120  # a wait for the launcher fails after this time
@@ -92,7 +96,7 @@ def step(state, mine: object = None) -> list:
 
 
 class Deadly:
-    """A value that kills the process when it is copied for a commit, if armed is set."""
+    """A value that kills the process when it is copied for a commit or sent to other ranks, if armed is set."""
 
     armed = False
 
@@ -100,6 +104,10 @@ class Deadly:
         if Deadly.armed:
             os.kill(os.getpid(), signal.SIGKILL)
         return self
+
+    def __reduce__(self):
+        self.__deepcopy__({})
+        return Deadly, ()
 
 
 def train(kind: str, victim: str, where: str) -> None:
@@ -238,6 +246,55 @@ def steps(victim: str) -> None:
     run(state)
     assert done >= state.step - 1, (done, state.step)  # another rank may have made one step without this one
     say("done", digest(state))
+
+
+def ahead(folder: str) -> None:
+    """Ranks 2 and 3 learn that the vote for step 10 has succeeded, rank 0 does not, and rank 1 dies. Then rank 2 dies
+    while it sends its state to rank 0. Rank 3 does not go back, and rank 0 gets the state from it.
+    """
+    hvd.init()
+    role = hvd.rank() if FIRST else -1
+    learned = [pathlib.Path(folder, name) for name in ("2", "3")]
+    model, optimizer = make()
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, least=0, again=0, deadly=Deadly())
+    vote, furthest, begun = elastic._vote, 0, []
+
+    def vote_for_step(flags: int) -> None:
+        if role not in (0, 1) or state.step < 10 or learned[0].exists():
+            vote(flags)
+            if role in (2, 3) and state.step == 10:
+                Deadly.armed = role == 2
+                learned[role - 2].touch()
+            return
+        # This is the operation of the vote, but the library does not learn of its result.
+        how = operation(ALLREDUCE, hvd.Sum, any_kind=True)
+        one = torch.ones(1, dtype=torch.int64)
+        mpi_ops._call(mpi_ops._torch, how, "elastic.vote", hvd.global_process_set, one, wait=True)
+        if role == 1:
+            limit = time.monotonic() + LIMIT_SECONDS
+            while not all(path.exists() for path in learned):
+                assert time.monotonic() < limit, "the other ranks have not learned of the vote"
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.barrier()
+        raise AssertionError("rank 1 has not died")
+
+    elastic._vote = vote_for_step
+
+    @hvd.elastic.run(step=True)
+    def run(state) -> None:
+        nonlocal furthest
+        assert state.step >= furthest, (state.step, furthest)
+        begun.append(state.step)
+        while state.step < 20:
+            step(state)
+            furthest = state.step
+            digests = hvd.allgather_object(digest(state))
+            assert digests == [digests[0]] * hvd.size(), digests
+
+    run(state)
+    if FIRST:
+        say("done", *begun)
 
 
 def build(folder: str) -> None:
