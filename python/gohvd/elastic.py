@@ -352,7 +352,7 @@ def _failed(e: PeerError) -> None:
 def _abandon() -> None:
     """Makes SIGTERM have its usual effect again after an error that leaves the wrapper."""
     if _engine_.initialized():
-        with contextlib.suppress(HorovodInternalError):
+        with contextlib.suppress(HorovodInternalError, ValueError):  # a vote may be in progress
             _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_ABANDONED)
 
 
