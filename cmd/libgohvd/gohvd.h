@@ -392,7 +392,9 @@ hvd_status_t hvd_elastic_synced(hvd_handle_t *handle);
 
 /* Another flag: the rank has what it needs for its next step, such as the reduced gradients. If the vote succeeds, and
  * hvd_elastic has no changes, the rank makes the step. Its state is a commit then, of which it needs no copy: with
- * HVD_HELD_GRANTED it goes on with its present state, whatever restore says. */
+ * HVD_HELD_GRANTED it goes on with its present state, whatever restore says. With HVD_HELD_NOTHING it keeps this state,
+ * or a copy, until hvd_elastic_synced has succeeded: if the ranks that send it the next one die meanwhile, the rank must
+ * have its own again, because hvd_elastic_join says HVD_HELD_GRANTED for it. */
 #define HVD_STEP 8u
 
 /* hvd_elastic_vote waits for all ranks, which must call it equally often. seconds and handle are as in hvd_run. flags are
