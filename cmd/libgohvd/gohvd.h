@@ -361,7 +361,7 @@ typedef enum hvd_held {
 
 typedef struct hvd_elastic {
 	uint32_t size;       /* sizeof(hvd_elastic_t) */
-	uint32_t removed;    /* 1 if hvd_init has failed because this process is not a rank any more; it can end */
+	uint32_t removed;    /* 1 if hvd_init or hvd_elastic_join has failed because the launcher has removed this process */
 	uint64_t generation; /* of which this process is a rank, from 1; 0 if the job is not elastic */
 	uint32_t pending;    /* how the launcher has changed the ranks since this generation began, or 0 */
 	uint32_t changes;    /* the same, after hvd_elastic_vote; equal at all ranks */

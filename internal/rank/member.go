@@ -211,23 +211,25 @@ func leave() error {
 	return m.Tell(ctx, joblink.MemberEvent{Kind: joblink.Leave, Why: unix.SignalName(unix.SIGTERM)})
 }
 
-// next waits for a roster that is later than the one of the newest Start and, if this process was never a
-// rank, in which it is one.
+// next waits for a roster that is later than the one of the newest Start, and in which this process is a
+// rank. If this process was in an earlier roster, and is not in the newest one, next returns ErrRemoved at
+// once, also in later calls, because such a process does not become a rank again.
 func (m *Membership) next(ctx context.Context) (*elastic.Roster, error) {
 	for {
 		m.mu.Lock()
 		r, news, lost, joined := m.newest, m.news, m.lost, m.joined
 		isIn := r != nil && r.Rank(m.me) >= 0
-		if r != nil && r.Generation > joined && (isIn || joined > 0) {
+		isNew := isIn && r.Generation > joined
+		if isNew {
 			m.joined = r.Generation
-			m.mu.Unlock()
-			if !isIn {
-				return nil, ErrRemoved
-			}
-			return r, nil
 		}
 		m.mu.Unlock()
-		if lost != nil {
+		switch {
+		case isNew:
+			return r, nil
+		case r != nil && !isIn && joined > 0:
+			return nil, ErrRemoved
+		case lost != nil:
 			return nil, lost
 		}
 		select {

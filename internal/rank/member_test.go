@@ -1,6 +1,7 @@
 package rank
 
 import (
+	"errors"
 	"os"
 	"os/signal"
 	"testing"
@@ -27,6 +28,23 @@ func TestRosterThatDoesNotCome(t *testing.T) {
 		err := new(Rank).startMember(ctx, cfg, &Options{Member: &m, Log: zap.NewNop()})
 		if waited := time.Since(began); err == nil || waited != 3*time.Second {
 			t.Errorf("got error %v after %v, want one after 3 s", err, waited)
+		}
+	})
+}
+
+// A process that is in no roster any more learns it at once, however often it starts.
+func TestRemoved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx := testnet.Context(t)
+		me := elastic.Member{Slot: elastic.Slot{Host: "h"}, Number: 1}
+		m := &Membership{me: me, joined: 1, news: make(chan struct{}),
+			newest: &elastic.Roster{Generation: 2, Members: []elastic.Member{{Slot: me.Slot, Number: 2}}}}
+		cfg := config.Config{ElasticTimeout: time.Second}
+		for i := range 2 {
+			err := new(Rank).startMember(ctx, cfg, &Options{Member: &m, Log: zap.NewNop()})
+			if !errors.Is(err, ErrRemoved) {
+				t.Errorf("start %d: got error %v, want %v", i+1, err, ErrRemoved)
+			}
 		}
 	})
 }

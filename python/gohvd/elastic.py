@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from . import _engine, _library
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt, PeerError
@@ -276,12 +276,14 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
                     state._is_commit = True
                 except PeerError as e:
                     _failed(e)
-                _reset(reset)
+                reset()
                 for f in _engine_.before_again:
                     f()
                 reset_before = True
-        except BaseException:
+        except BaseException as e:
             _abandon()
+            if isinstance(e, HorovodInternalError) and _progress().removed:
+                _end()
             raise
         finally:
             _engine_.before_step = None
@@ -356,13 +358,8 @@ def _abandon() -> None:
             _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_ABANDONED)
 
 
-def _reset(reset: Callable[[], None]) -> None:
-    place = _engine_.place()
-    try:
-        reset()
-    except HorovodInternalError:
-        if not _progress().removed:
-            raise
-        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        print(f"{host}[{place.local_rank}] has been removed from elastic job", file=sys.stderr)
-        sys.exit(0)
+def _end() -> NoReturn:
+    """Ends this process, which the launcher has removed."""
+    host, place = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), _engine_.last_place
+    print(f"{host}[{place.local_rank if place else 0}] has been removed from elastic job", file=sys.stderr)
+    sys.exit(0)

@@ -331,10 +331,10 @@ class Elastic(RanksTest):
             elastic.notification_manager.remove_listener(listener)
         self.assertEqual(got, [2, 2])
 
-    def wrapped(self, train, reset, end=None):
+    def wrapped(self, train, reset, end=None, join=lambda _: None):
         """Calls run_fn(train, reset) with a state that records the calls of its methods. The library says that the rank has
-        the commit, and that another rank has not. end is the error of hvd_elastic_end. Returns the calls and what the
-        library says.
+        the commit, and that another rank has not. end is the error of hvd_elastic_end, and join is called in
+        hvd_elastic_join. Returns the calls and the error.
         """
         calls: list[str] = []
         progress = mock.Mock(generation=2, pending=0, changes=0, held=1, restore=0, missing=1, root=0, removed=0)
@@ -345,6 +345,8 @@ class Elastic(RanksTest):
         def call(function, *args) -> None:
             if end is not None and function.__name__ == "hvd_elastic_end":
                 raise end
+            if function.__name__ == "hvd_elastic_join":
+                join(progress)
 
         def trained(state):
             calls.append("train")
@@ -393,6 +395,9 @@ class Elastic(RanksTest):
         calls, error = self.wrapped(fail, removed)
         self.assertIsInstance(error, SystemExit)
         self.assertEqual(error.code, 0)
+        calls, error = self.wrapped(fail, unlucky, join=removed)
+        self.assertIsInstance(error, SystemExit)
+        self.assertEqual((calls, error.code), ([], 0))
         calls, error = self.wrapped(fail, unlucky)
         self.assertIsInstance(error, InitError)
         self.assertEqual(elastic.notification_manager._listeners, [])
