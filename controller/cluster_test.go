@@ -181,14 +181,21 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 			}
 		}
 		n.lanes = make([]lane, len(n.sets))
-		if led := c.led(r); len(led) > 1 {
+		led := c.led(r)
+		if len(led) > 1 {
 			n.comb = controller.NewCombiner(led, cfg.Sets, 0)
 		}
 		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, Leader: c.upstream(r),
-			Combiner: n.comb, LivenessTimeout: cfg.LivenessTimeout}, 0)
+			Combiner: n.comb, Keeps: len(led) > 1 || cfg.Groups != nil && lowest(cfg.Groups, r),
+			LivenessTimeout: cfg.LivenessTimeout}, 0)
 		c.nodes = append(c.nodes, n)
 	}
 	return c
+}
+
+// lowest reports whether rank r is the lowest of a group of several ranks.
+func lowest(groups []topo.Rank, r topo.Rank) bool {
+	return groups[r] == r && slices.Contains(groups[r+1:], r)
 }
 
 // upstream returns the rank to which rank r has its control connection.

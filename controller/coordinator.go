@@ -40,8 +40,8 @@ type CoordinatorConfig struct {
 	// itself if it has a connection to rank 0. It is nil if all ranks have one.
 	Leaders []topo.Rank
 	// Groups has for each rank the lowest rank with which it shares memory, or the rank itself. The lowest
-	// rank passes on memory between the others, so it is closed after them. It is nil if no ranks share
-	// memory.
+	// rank passes on memory between the others, so the job needs it until they have sent bye, and it is
+	// closed after them. Groups is nil if no ranks share memory.
 	Groups []topo.Rank
 	// Plan chooses the backend and the algorithm of each response.
 	Plan Planner
@@ -118,6 +118,7 @@ type rankState struct {
 	executing execution
 	timeouts  timeoutReports // used only if there are leaders
 	departure
+	kept
 }
 
 type suspicion struct {
@@ -140,6 +141,10 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	c.ranks = make([]rankState, len(cfg.Sets[0].Ranks))
 	for r := range c.ranks {
 		c.ranks[r].lastReceived, c.ranks[r].lastSent = now, now
+		c.eachKeeper(topo.Rank(r), func(keeper topo.Rank) {
+			c.ranks[keeper].open++
+			c.ranks[keeper].active++
+		})
 	}
 	return c
 }
@@ -289,7 +294,10 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 		}
 		// If the rank has seen a later cycle, rank 0 does not know yet what was granted. It drops the report,
 		// and the rank repeats it.
-		if !c.postpone(from) && up.Seen <= c.cycle {
+		switch {
+		case from != 0 && !c.needs(from):
+			c.closeRank(from) // it waits only for ranks that may still execute operations with it
+		case !c.postpone(from) && up.Seen <= c.cycle:
 			c.timeouts = append(c.timeouts, reportedTimeout{from, *up})
 		}
 	case message.UpBye:
@@ -412,11 +420,22 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 // the rank.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	c.disturb()
-	c.ranks[r].lost = true
+	k := &c.ranks[r]
+	if !k.lost {
+		k.lost = true
+		c.eachKeeper(r, func(keeper topo.Rank) {
+			if !k.closed {
+				c.ranks[keeper].open--
+			}
+			if !k.bye {
+				c.ranks[keeper].active--
+			}
+		})
+	}
 	if c.needs(r) && (c.state == running || c.state == stopping) {
 		c.fail([]topo.Rank{r}, reason)
 	}
-	c.closeKept(r)
+	c.closeKeepers(r)
 }
 
 // Fault fails a rank whose control connection still works, so that the rank receives the verdict too.

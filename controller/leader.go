@@ -79,41 +79,44 @@ func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
 	}
 }
 
-// keptBy returns the ranks that stay until rank r is closed: its leader, and the lowest rank of its group.
-func (c *Coordinator) keptBy(r topo.Rank) (ranks []topo.Rank) {
-	if leader := c.leaderOf(r); leader != r {
-		ranks = append(ranks, leader)
+// eachKeeper calls visit for each rank that stays until rank r is closed: the leader of r, and the lowest
+// rank of its group. Usually both are the same rank.
+func (c *Coordinator) eachKeeper(r topo.Rank, visit func(topo.Rank)) {
+	leader := c.leaderOf(r)
+	if leader != r {
+		visit(leader)
 	}
-	if c.cfg.Groups != nil && c.cfg.Groups[r] != r {
-		ranks = append(ranks, c.cfg.Groups[r])
+	if c.cfg.Groups != nil && c.cfg.Groups[r] != r && c.cfg.Groups[r] != leader {
+		visit(c.cfg.Groups[r])
+	}
+}
+
+// keptBy returns the ranks that rank r keeps: r stays until they are closed.
+func (c *Coordinator) keptBy(r topo.Rank) (ranks []topo.Rank) {
+	for f := range c.ranks {
+		c.eachKeeper(topo.Rank(f), func(keeper topo.Rank) {
+			if keeper == r {
+				ranks = append(ranks, topo.Rank(f))
+			}
+		})
 	}
 	return ranks
 }
 
-// keeps reports whether rank r must stay because of a rank that has neither left nor failed.
-func (c *Coordinator) keeps(r topo.Rank) bool {
-	for f := range c.ranks {
-		if k := &c.ranks[f]; !k.closed && !k.lost && slices.Contains(c.keptBy(topo.Rank(f)), r) {
-			return true
-		}
-	}
-	return false
-}
+// kept has the numbers of ranks that a rank keeps and whose control connections have not ended: those that
+// are not closed, and those that have not sent bye.
+type kept struct{ open, active int }
 
-// needs reports whether the job cannot go on without rank r: r has not sent bye, or it leads a rank that has
+// needs reports whether the job cannot go on without rank r: r has not sent bye, or it keeps a rank that has
 // not sent bye.
-func (c *Coordinator) needs(r topo.Rank) bool {
-	return !c.ranks[r].bye || slices.ContainsFunc(c.behind([]topo.Rank{r}), func(f topo.Rank) bool {
-		return !c.ranks[f].bye && !c.ranks[f].lost
-	})
-}
+func (c *Coordinator) needs(r topo.Rank) bool { return !c.ranks[r].bye || c.ranks[r].active > 0 }
 
-// expireLeader gives the verdict because the context of the Shutdown of the leader r has ended after the bye
-// of r. If Shutdown has waited until its deadline, the ranks behind the leader that have not called Shutdown
-// have failed, because the leader stays for them, as rank 0 stays for all ranks. If it was canceled, r has
-// failed. If all these ranks have called Shutdown, there is no verdict.
-func (c *Coordinator) expireLeader(r topo.Rank, u *message.Up) {
-	stay := slices.DeleteFunc(c.behind([]topo.Rank{r}), c.isLeaving)
+// expireKeeper gives the verdict because the context of the Shutdown of rank r has ended after the bye of r,
+// and r keeps ranks that have not sent bye. If Shutdown has waited until its deadline, those of these ranks
+// that have not called Shutdown have failed, because r stays for them, as rank 0 stays for all ranks. If it
+// was canceled, r has failed. If all these ranks have called Shutdown, there is no verdict.
+func (c *Coordinator) expireKeeper(r topo.Rank, u *message.Up) {
+	stay := slices.DeleteFunc(c.keptBy(r), c.isLeaving)
 	why := have(stay) + " not called Shutdown"
 	switch silent := c.silent(2 * heartbeatPeriod); {
 	case len(silent) > 0:
@@ -126,14 +129,14 @@ func (c *Coordinator) expireLeader(r topo.Rank, u *message.Up) {
 	}
 }
 
-// closeKept closes the ranks that have stayed for rank r, which is closed or lost, if no rank needs them
+// closeKeepers closes the ranks that have stayed for rank r, which is closed or lost, if no rank needs them
 // anymore. Rank 0 is not among them, because it is closed last.
-func (c *Coordinator) closeKept(r topo.Rank) {
-	for _, kept := range c.keptBy(r) {
-		if k := &c.ranks[kept]; kept != 0 && k.bye && !k.closed && c.state == running {
-			c.closeReleased(kept)
+func (c *Coordinator) closeKeepers(r topo.Rank) {
+	c.eachKeeper(r, func(keeper topo.Rank) {
+		if keeper != 0 && c.ranks[keeper].bye && c.state == running {
+			c.closeReleased(keeper)
 		}
-	}
+	})
 }
 
 // postpone reports whether the coordinator must not yet act on a timeout that rank r reports, because leaders

@@ -445,45 +445,59 @@ func wantVerdicts(t *testing.T, got []string, except topo.Rank, want string) {
 	}
 }
 
-// leaderInBye returns a job in which rank 2, which leads ranks 3 and 4, has sent bye.
-func leaderInBye(t *testing.T) (*cluster, *sentParts) {
-	c, w := newLeaderCluster(t, leaderConfig())
+// keeperConfigs returns configurations of a job of five ranks in which rank 2 stays for ranks 3 and 4: it
+// leads them, or it passes on the memory that they share.
+func keeperConfigs() map[string]controller.CoordinatorConfig {
+	leads, shares, both := leaderConfig(), leaderConfig(), leaderConfig()
+	shares.Leaders, shares.Groups = nil, []topo.Rank{0, 0, 2, 2, 2}
+	both.Groups = shares.Groups
+	return map[string]controller.CoordinatorConfig{"leader": leads, "group": shares, "both": both}
+}
+
+// keeperInBye returns a job in which rank 2, which stays for ranks 3 and 4, has sent bye.
+func keeperInBye(t *testing.T, cfg controller.CoordinatorConfig) (*cluster, *sentParts) {
+	c, w := newLeaderCluster(t, cfg)
 	c.nodes[2].m.Shutdown("", nil)
 	c.settle()
 	if n := c.nodes[2]; !n.drained || n.over {
-		t.Fatalf("sent bye %v, over %v; want a leader that stays after its bye", n.drained, n.over)
+		t.Fatalf("sent bye %v, over %v; want a rank that stays after its bye", n.drained, n.over)
 	}
 	return c, w
 }
 
-// If a leader ends after its bye, and a rank that it leads has not sent bye, the verdict names the leader.
-func TestLeaderFailsAfterItsBye(t *testing.T) {
-	for _, killed := range []bool{true, false} {
-		c, w := leaderInBye(t)
-		want := "rank 2 failed: silent for 10s"
-		if killed {
-			want = "rank 2 failed: killed"
-			c.kill(2, "killed")
-		} else {
-			c.die(2) // its connections stay open
+// If a rank ends or is silent after its bye, and a rank for which it stays has not sent bye, the verdict
+// names it.
+func TestKeeperFailsAfterItsBye(t *testing.T) {
+	for name, cfg := range keeperConfigs() {
+		for _, killed := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s killed=%t", name, killed), func(t *testing.T) {
+				c, w := keeperInBye(t, cfg)
+				want := "rank 2 failed: silent for 10s"
+				if killed {
+					want = "rank 2 failed: killed"
+					c.kill(2, "killed")
+				} else {
+					c.die(2) // its connections stay open
+				}
+				c.pass(livenessTimeout + time.Second)
+				wantVerdicts(t, w.verdicts, 2, want)
+			})
 		}
-		c.pass(livenessTimeout + time.Second)
-		wantVerdicts(t, w.verdicts, 2, want)
 	}
 }
 
 // If rank 0 dies while a leader stays after its bye, the leader passes on the verdict that rank 0 has failed.
 func TestCoordinatorDiesAfterTheByeOfALeader(t *testing.T) {
-	c, w := leaderInBye(t)
+	c, w := keeperInBye(t, leaderConfig())
 	c.kill(0, "killed")
 	c.settle()
 	wantVerdicts(t, w.verdicts, 0, "rank 0 failed: killed")
 }
 
-// If the Shutdown of a leader has a deadline, which passes after its bye, the verdict names the ranks that it
-// leads and that have not called Shutdown. If it is canceled, the verdict names the leader. If these ranks
-// have sent bye too, the leader closes.
-func TestLeaderExpiresAfterItsBye(t *testing.T) {
+// If the Shutdown of a rank has a deadline, which passes after its bye, the verdict names those of the ranks
+// for which it stays that have not called Shutdown. If it is canceled, the verdict names the rank itself. If
+// these ranks have sent bye too, the rank closes.
+func TestKeeperExpiresAfterItsBye(t *testing.T) {
 	const never = topo.Rank(9)
 	expire := func(c *cluster, waited time.Duration) {
 		for range 3 { // a rank repeats the report every second
@@ -492,29 +506,35 @@ func TestLeaderExpiresAfterItsBye(t *testing.T) {
 			c.pass(time.Second)
 		}
 	}
-	c, w := leaderInBye(t)
-	expire(c, 5*time.Second)
-	wantVerdicts(t, w.verdicts, never,
-		"ranks 3 and 4 failed: Shutdown timed out after 5s at rank 2: ranks 3 and 4 have not called Shutdown")
+	for name, cfg := range keeperConfigs() {
+		t.Run(name, func(t *testing.T) {
+			c, w := keeperInBye(t, cfg)
+			expire(c, 5*time.Second)
+			wantVerdicts(t, w.verdicts, never,
+				"ranks 3 and 4 failed: Shutdown timed out after 5s at rank 2: ranks 3 and 4 have not called Shutdown")
 
-	c, w = leaderInBye(t)
-	c.nodes[3].m.Shutdown("", nil)
-	c.settle()
-	expire(c, 0)
-	wantVerdicts(t, w.verdicts, 3, "rank 2 failed: its Shutdown was canceled: rank 4 has not called Shutdown")
+			c, w = keeperInBye(t, cfg)
+			c.nodes[3].m.Shutdown("", nil)
+			c.settle()
+			expire(c, 0)
+			wantVerdicts(t, w.verdicts, 3,
+				"rank 2 failed: its Shutdown was canceled: rank 4 has not called Shutdown")
 
-	c, w = leaderInBye(t)
-	c.die(1) // rank 1 does not report that it needs no rank that has left
-	for _, n := range c.nodes[3:] {
-		n.m.Shutdown("", nil)
-	}
-	c.settle()
-	if c.nodes[2].over || c.nodes[3].over {
-		t.Fatal("the ranks that have left are closed, although rank 1 may need them")
-	}
-	expire(c, 5*time.Second)
-	if !c.nodes[2].m.Closed() || len(w.verdicts) > 0 {
-		t.Errorf("the leader is closed: %v; verdicts %q, want none", c.nodes[2].m.Closed(), w.verdicts)
+			c, w = keeperInBye(t, cfg)
+			c.die(1) // rank 1 does not report that it needs no rank that has left
+			for _, n := range c.nodes[3:] {
+				n.m.Shutdown("", nil)
+			}
+			c.settle()
+			if c.nodes[2].over || c.nodes[3].over {
+				t.Fatal("the ranks that have left are closed, although rank 1 may need them")
+			}
+			c.nodes[2].m.ExpireShutdown(5 * time.Second)
+			c.settle()
+			if !c.nodes[2].m.Closed() || len(w.verdicts) > 0 {
+				t.Errorf("rank 2 is closed: %v; verdicts %q, want none", c.nodes[2].m.Closed(), w.verdicts)
+			}
+		})
 	}
 }
 

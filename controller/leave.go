@@ -269,6 +269,9 @@ func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why
 // this rank. Rank 0 is closed last, because it is the coordinator.
 func (c *Coordinator) handleBye(r topo.Rank) {
 	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
+	if !c.ranks[r].lost {
+		c.eachKeeper(r, func(keeper topo.Rank) { c.ranks[keeper].active-- })
+	}
 	c.progress = c.now
 	if c.byes++; c.byes == len(c.ranks) {
 		c.close()
@@ -331,9 +334,19 @@ func (c *Coordinator) released(r, by topo.Rank) {
 // closeReleased closes rank r, which has sent bye, if no other rank needs it. A leader, and the lowest rank
 // of a group that shares memory, is closed after the other ranks of its host.
 func (c *Coordinator) closeReleased(r topo.Rank) {
-	if k := &c.ranks[r]; !k.holders.Any() && !k.lost && !c.keeps(r) {
-		c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})
-		k.closed = true
-		c.closeKept(r)
+	if k := &c.ranks[r]; !k.holders.Any() && k.open == 0 {
+		c.closeRank(r)
 	}
+}
+
+// closeRank closes rank r, which has sent bye, unless it is closed or lost.
+func (c *Coordinator) closeRank(r topo.Rank) {
+	k := &c.ranks[r]
+	if k.closed || k.lost {
+		return
+	}
+	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})
+	k.closed = true
+	c.eachKeeper(r, func(keeper topo.Rank) { c.ranks[keeper].open-- })
+	c.closeKeepers(r)
 }

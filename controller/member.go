@@ -22,6 +22,9 @@ type MemberConfig struct {
 	Leader topo.Rank
 	// Combiner passes on the frames of the ranks that this rank leads. It is nil if this rank is no leader.
 	Combiner *Combiner
+	// Keeps is set if this rank leads other ranks, or is the lowest of ranks that share memory
+	// (CoordinatorConfig.Groups). Then it stays in the job for these ranks.
+	Keeps bool
 	// LivenessTimeout is the maximum time between two frames from the coordinator. If the coordinator is
 	// silent for longer, it has failed.
 	LivenessTimeout time.Duration

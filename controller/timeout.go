@@ -27,12 +27,12 @@ func (m *Member) TimeoutOfMessage(set topo.ProcessSetID, name string, peer topo.
 // ExpireShutdown reports that the context of Shutdown has ended before this rank has left the job. waited is
 // how long Shutdown has waited until its deadline, or 0 if it was canceled. The coordinator answers with a
 // verdict, or lets this rank leave if nothing keeps it. The caller must call ExpireShutdown again while this
-// rank is in the job. After the bye of this rank, other ranks may still need it, but it does not wait for
-// them, unless it is rank 0 or the leader of a rank that has not sent bye.
+// rank is in the job. After the bye of this rank, other ranks may still execute operations with it, but it
+// does not wait for them, unless it is rank 0 or keeps a rank that has not sent bye.
 func (m *Member) ExpireShutdown(waited time.Duration) {
 	switch {
 	case m.state == memberClosed || m.state == memberFailed:
-	case m.state == memberBye && m.cfg.Rank != 0 && !m.leads():
+	case m.state == memberBye && m.cfg.Rank != 0 && !m.cfg.Keeps:
 		m.state = memberClosed
 	default:
 		m.report(message.Up{}, waited)
@@ -80,7 +80,7 @@ func (c *Coordinator) timeout(t *reportedTimeout) {
 	case t.up.Tensor != "":
 		c.expireTensor(t.by, &t.up)
 	case c.ranks[t.by].bye && t.by != 0:
-		c.expireLeader(t.by, &t.up)
+		c.expireKeeper(t.by, &t.up)
 	default:
 		c.expireShutdown(t.by, &t.up)
 	}

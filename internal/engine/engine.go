@@ -300,6 +300,7 @@ func (e *Engine) negotiate() {
 	})
 	e.member = controller.NewMember(controller.MemberConfig{
 		Rank: e.cfg.Rank, Sets: own, Leader: e.links.Upstream(), Combiner: e.combiner,
+		Keeps:           e.combiner != nil || e.cfg.sharesBelow(),
 		LivenessTimeout: e.cfg.LivenessTimeout, Lockstep: lockstep,
 	}, 0)
 	if e.cfg.Rank == 0 {
@@ -340,6 +341,16 @@ func (c *Config) leaders() []topo.Rank {
 		return nil
 	}
 	return control.Leaders(c.Hosts, c.Size, c.LeadersAbove)
+}
+
+// sharesBelow reports whether this rank is the lowest of several ranks that share memory.
+func (c *Config) sharesBelow() bool {
+	for r, lowest := range c.Groups {
+		if topo.Rank(r) != c.Rank && lowest == c.Rank {
+			return true
+		}
+	}
+	return false
 }
 
 // connect opens the control connections, and makes the combiner if this rank leads other ranks.

@@ -29,6 +29,9 @@ var leaders = []int{0, 1, 2, 2, 4, 4, 2, 7}
 // onHosts makes the ranks of a job negotiate through leaders.
 func onHosts(cfg *engine.Config) { cfg.Hosts, cfg.LeadersAbove = hosts, 1 }
 
+// inGroups makes the ranks of each host share memory, without leaders.
+func inGroups(cfg *engine.Config) { cfg.Groups = []topo.Rank{0, 0, 2, 2, 4, 4, 2, 7} }
+
 // upstream returns the rank to which rank r has its control connection.
 func upstream(r int) int {
 	if leaders[r] == r {
@@ -113,27 +116,32 @@ func TestDeathWithLeaders(t *testing.T) {
 	}
 }
 
-// A leader that has shut down stays for the ranks that it leads. If the deadline of its Shutdown passes, the
-// verdict names these ranks. If it dies, the verdict names the leader. If rank 0 dies, the verdict names rank
-// 0, at the ranks behind the leader too.
-func TestLeaderAfterItsBye(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := start(t, len(hosts), onHosts)
-		ctx, cancel := context.WithTimeout(c.ctx, 3*time.Second)
-		defer cancel()
-		if err := c.engines[2].Shutdown(ctx, engine.Departure{}); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("rank 2: got error %v, want the context's", err)
-		}
-		c.endWith(-1, 3, 6)
-	})
-	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2); c.die(2); c.endWith(2, 2) })
-	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2); c.die(0); c.endWith(0, 0) })
+// A leader that has shut down stays for the ranks that it leads, and the lowest of the ranks that share
+// memory stays for the others. If the deadline of its Shutdown passes, the verdict names these ranks. If it
+// dies, the verdict names it. If rank 0 dies, the verdict names rank 0, at the ranks behind the leader too.
+func TestKeeperAfterItsBye(t *testing.T) {
+	for name, config := range map[string]func(*engine.Config){"leader": onHosts, "group": inGroups} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := start(t, len(hosts), config)
+				ctx, cancel := context.WithTimeout(c.ctx, 3*time.Second)
+				defer cancel()
+				err := c.engines[2].Shutdown(ctx, engine.Departure{})
+				if !errors.Is(err, context.DeadlineExceeded) {
+					t.Errorf("rank 2: got error %v, want the context's", err)
+				}
+				c.endWith(-1, 3, 6)
+			})
+			synctest.Test(t, func(t *testing.T) { c := leaves(t, 2, config); c.die(2); c.endWith(2, 2) })
+		})
+	}
+	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2, onHosts); c.die(0); c.endWith(0, 0) })
 }
 
-// leaves starts a job with leaders in which the given rank has sent bye and waits until it is closed.
-func leaves(t *testing.T, leader int) *cluster {
-	c := start(t, len(hosts), onHosts)
-	go func() { _ = c.engines[leader].Shutdown(c.ctx, engine.Departure{}) }()
+// leaves starts a job in which the given rank has sent bye and waits until it is closed.
+func leaves(t *testing.T, r int, config func(*engine.Config)) *cluster {
+	c := start(t, len(hosts), config)
+	go func() { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) }()
 	synctest.Wait()
 	return c
 }
