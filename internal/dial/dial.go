@@ -81,6 +81,13 @@ func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
+// LacksResource reports whether err says that this process or its host has no free file descriptor or memory,
+// or that its user has too many descriptors in flight.
+func LacksResource(err error) bool {
+	return IsExhausted(err) || errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.ENOBUFS) ||
+		errors.Is(err, syscall.ETOOMANYREFS)
+}
+
 // limitError is an error caused by the limit of file descriptors, together with that limit.
 type limitError struct {
 	err   error

@@ -12,8 +12,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -837,14 +835,8 @@ func (l *link) explain(err error) (culprit Process, reason error) {
 		return l.process, l.failure
 	case errors.Is(err, io.EOF):
 		return l.process, errEnded
-	case isExhausted(err):
+	case dial.LacksResource(err):
 		return own, fmt.Errorf("%s has no resources for the connection: %w", Name(own.ID), err)
 	}
 	return l.process, err
-}
-
-// isExhausted reports whether err says that this process or its host has no free memory or file descriptor.
-func isExhausted(err error) bool {
-	return dial.IsExhausted(err) || errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.ENOBUFS) ||
-		errors.Is(err, unix.ETOOMANYREFS)
 }

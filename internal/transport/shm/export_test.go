@@ -26,6 +26,14 @@ func (m *Mesh) PutFrom(from, to topo.Rank, kind, id uint32, size uint64, fds ...
 	m.peer(to).outbox.put(msg)
 }
 
+// Queued returns the number of messages that wait to be sent to another rank.
+func (m *Mesh) Queued(to topo.Rank) int {
+	o := &m.peer(to).outbox
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return len(o.queue)
+}
+
 // Links returns the number of Unix connections of this rank.
 func (m *Mesh) Links() int { return len(m.linked) }
 

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -180,32 +181,55 @@ func (m *Mesh) wakePoller() {
 	}
 }
 
-// lose records that a peer has gone or has violated the protocol. err is the reason.
+// loss is why a peer is lost. blamed is the rank that has caused it: the peer, or the rank that lacks a
+// resource to share memory with the peer. err does not name blamed.
+type loss struct {
+	blamed topo.Rank
+	err    error
+}
+
+func (l *loss) peerError(id transport.Lane) error {
+	return &transport.PeerError{Peer: l.blamed, Lane: id, Err: l.err}
+}
+
+// lose records that a peer has gone or has violated the protocol, or that this rank lacks a resource to share
+// memory with it. err is the reason. In the last case, the peer may live and the control channel to it works.
 func (m *Mesh) lose(p *peer, err error) {
-	m.mu.Lock()
-	if m.closed || !p.gone.CompareAndSwap(nil, &err) {
-		m.mu.Unlock()
-		return
+	l := &loss{p.rank, err}
+	gone := message{kind: goneMessage, from: uint32(p.index)}
+	lacks := dial.LacksResource(err)
+	if lacks {
+		var errno unix.Errno
+		errors.As(err, &errno)
+		gone.size = uint64(errno)
+		l = &loss{m.rank, fmt.Errorf("it cannot share memory with rank %d: %w", p.rank, dial.ExplainLimit(err))}
 	}
-	for id, l := range *m.lanes.Load() {
-		l.lose(p, id, err)
-	}
-	m.notify()
-	m.mu.Unlock()
-	if !errors.Is(err, io.ErrUnexpectedEOF) {
-		m.log.Warn(fmt.Sprintf("shm: lost the connection to rank %d: %v", p.rank, err))
-	}
-	if m.leads {
-		gone := message{kind: goneMessage, from: uint32(p.index)}
-		if errors.Is(err, errBreach) {
-			gone.id = 1
+	if m.record(p, l) {
+		if !errors.Is(err, io.ErrUnexpectedEOF) {
+			m.log.Warn(fmt.Sprintf("shm: lost the connection to rank %d: %v", p.rank, dial.ExplainLimit(err)))
 		}
-		m.pass(&gone)
+		if m.leads {
+			m.pass(&gone)
+		}
 	}
-	if p.link != nil {
+	if p.link != nil && !lacks {
 		p.conn.lose(err)
 	}
 	m.wakePoller()
+}
+
+// record records the loss of a peer, unless the peer was lost before or the mesh is closed.
+func (m *Mesh) record(p *peer, l *loss) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed || !p.gone.CompareAndSwap(nil, l) {
+		return false
+	}
+	for id, lane := range *m.lanes.Load() {
+		lane.lose(p, id, l)
+	}
+	m.notify()
+	return true
 }
 
 // Conn implements transport.Mesh.
@@ -232,7 +256,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, rank topo.Rank) (tra
 			return true, nil
 		}
 		if gone := p.gone.Load(); gone != nil {
-			return false, &transport.PeerError{Peer: rank, Lane: id, Err: *gone}
+			return false, gone.peerError(id)
 		}
 		return false, nil
 	})

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -32,6 +33,9 @@ const (
 	// inFlightWait is the time after which a message is sent again that the kernel has refused because the
 	// user has too many descriptors in flight (RLIMIT_NOFILE, see unix(7)).
 	inFlightWait = time.Millisecond
+	// inFlightWarning is the time after which a warning says that messages are not sent for this reason.
+	inFlightWarning = time.Second
+	maxErrno        = 4095
 )
 
 // peer is another rank of the group.
@@ -41,7 +45,7 @@ type peer struct {
 	// link is the connection to the peer. It is nil if neither the peer nor this rank is the leader.
 	*link
 
-	gone atomic.Pointer[error] // why the peer is lost, without its rank; nil while it is connected
+	gone atomic.Pointer[loss] // why the peer is lost; nil while it is connected
 	// arenas holds the arena chunks of the peer by their IDs. Nothing changes a map in place: a changed copy
 	// replaces it.
 	arenas atomic.Pointer[map[uint32]chunk]
@@ -154,13 +158,25 @@ func (p *peer) send(m *Mesh) {
 // write sends messages to p. While the user has too many descriptors in flight in Unix connections, write
 // waits until receivers have taken some.
 func (m *Mesh) write(p *peer, messages []message) error {
+	return m.retry(p.rank, func() error { return writePacket(p.uc, messages) })
+}
+
+// retry calls send until it returns an error other than ETOOMANYREFS, or until the mesh is closed. If that
+// takes inFlightWarning, retry warns once.
+func (m *Mesh) retry(to topo.Rank, send func() error) error {
+	warning := time.NewTimer(inFlightWarning)
+	defer warning.Stop()
 	for {
-		err := writePacket(p.uc, messages)
+		err := send()
 		if !errors.Is(err, unix.ETOOMANYREFS) {
 			return err
 		}
 		select {
 		case <-time.After(inFlightWait):
+		case <-warning.C:
+			m.log.Warn(fmt.Sprintf("shm: cannot send descriptors to rank %d for %v, because the programs of this "+
+				"user have too many descriptors in flight (at most %d): raise RLIMIT_NOFILE, as with ulimit -n", to,
+				inFlightWarning, dial.Descriptors()))
 		case <-m.closing:
 			return err
 		}
@@ -168,19 +184,23 @@ func (m *Mesh) write(p *peer, messages []message) error {
 }
 
 // receive handles the messages of the peer. It returns when the peer has gone or has violated the protocol,
-// or when the mesh is closed.
+// or when the mesh is closed. If this rank lacks a resource to receive a message, it drops all that follow,
+// and reads on only to see the end of the peer.
 func (p *peer) receive(m *Mesh) {
 	in := newReader(p.uc, len(m.group))
-	for {
+	for dropping := false; ; {
 		messages, err := in.read()
 		for i := range messages {
-			if err == nil {
+			if err == nil && !dropping {
 				err = m.handle(p, &messages[i])
 			}
 		}
 		closeAll(messages) // safe, because a mapping stays valid when its descriptor is closed
-		if err != nil {
-			m.lose(p, err)
+		if err == nil {
+			continue
+		}
+		m.lose(p, err)
+		if dropping = dial.LacksResource(err); !dropping {
 			return
 		}
 	}
@@ -196,7 +216,7 @@ func (m *Mesh) handle(p *peer, msg *message) error {
 				len(msg.to))
 		}
 		if msg.kind == goneMessage {
-			return m.told(p, origin, msg.id)
+			return m.told(p, origin, msg.size)
 		}
 		if origin.gone.Load() != nil {
 			return nil
@@ -248,13 +268,16 @@ func (m *Mesh) post(msg message) {
 }
 
 // told handles a goneMessage of the leader p about the rank origin.
-func (m *Mesh) told(p, origin *peer, breach uint32) error {
+func (m *Mesh) told(p, origin *peer, errno uint64) error {
 	switch {
-	case origin == p || breach > 1:
-		return fmt.Errorf("%w: got a message that rank %d has gone, with the reason %d", errBreach,
-			origin.rank, breach)
-	case breach == 1:
-		m.lose(origin, fmt.Errorf("rank %d reports: %w", p.rank, errBreach))
+	case origin == p || errno > maxErrno:
+		return fmt.Errorf("%w: got a message that rank %d has gone, with the error number %d", errBreach,
+			origin.rank, errno)
+	case errno != 0:
+		// The error does not wrap the Errno, because it is not this rank that lacks the resource.
+		m.record(origin, &loss{p.rank, fmt.Errorf("it cannot share memory with rank %d: %v", origin.rank,
+			unix.Errno(errno))})
+		m.wakePoller()
 	default:
 		m.lose(origin, io.ErrUnexpectedEOF)
 	}
@@ -378,7 +401,7 @@ func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, er
 			return true, c.err
 		}
 		if gone := p.gone.Load(); gone != nil {
-			return false, &transport.PeerError{Peer: rank, Lane: transport.Control, Err: *gone}
+			return false, gone.peerError(transport.Control)
 		}
 		return false, m.leaderGone(transport.Control)
 	})

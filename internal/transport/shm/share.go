@@ -21,7 +21,7 @@ var errNoPeer = errors.New("the rank shares no memory with this rank")
 // lane holds the memory that the ranks share for a lane, and the errors of the lane.
 type lane struct {
 	// err is the error of Abort, Release or Close, or nil. gone has one element for each rank of the group:
-	// an error if the process of that rank has gone, else nil.
+	// an error if that rank is lost, else nil.
 	err  atomic.Pointer[error]
 	gone []atomic.Pointer[error]
 
@@ -70,7 +70,7 @@ func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	l := &lane{gone: make([]atomic.Pointer[error], len(m.group)), theirs: make([]chunk, len(m.group))}
 	for _, p := range m.peers {
 		if gone := p.gone.Load(); gone != nil {
-			l.lose(p, id, *gone)
+			l.lose(p, id, gone)
 		}
 	}
 	lanes = maps.Clone(lanes)
@@ -79,9 +79,9 @@ func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	return l, nil
 }
 
-// lose records that the process of p has gone. err is the reason.
-func (l *lane) lose(p *peer, id transport.Lane, err error) {
-	err = &transport.PeerError{Peer: p.rank, Lane: id, Err: err}
+// lose records why p is lost.
+func (l *lane) lose(p *peer, id transport.Lane, why *loss) {
+	err := why.peerError(id)
 	l.gone[p.index].Store(&err)
 }
 
@@ -307,6 +307,9 @@ func (m *Mesh) leaderGone(id transport.Lane) error {
 	if gone == nil {
 		return nil
 	}
+	if gone.blamed != m.group[0] {
+		return gone.peerError(id)
+	}
 	return &transport.PeerError{Peer: m.group[0], Lane: id,
-		Err: fmt.Errorf("it passes on the memory of the other ranks of its host: %w", *gone)}
+		Err: fmt.Errorf("it passes on the memory of the other ranks of its host: %w", gone.err)}
 }

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -542,7 +544,7 @@ func TestPassedOn(t *testing.T) {
 			}
 		}, 1, 1},
 		"the leader has gone": {func(_ *testing.T, m []*shm.Mesh) { m[0].Put(2, shm.GoneMessage, 0, 0) }, none, 0},
-		"an unknown reason":   {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(1, 2, shm.GoneMessage, 2, 0) }, none, 0},
+		"an unknown reason":   {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(1, 2, shm.GoneMessage, 0, 4096) }, none, 0},
 		"the rank itself":     {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(2, 2, shm.GoneMessage, 0, 0) }, none, 0},
 		"only rank 2 sees it": {func(_ *testing.T, m []*shm.Mesh) { m[0].PutFrom(1, 2, shm.DropMessage, 1<<30, 0) }, none, 1},
 	} {
@@ -568,6 +570,58 @@ func TestPassedOn(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestLeaderLacksDescriptors lets the leader receive an arena chunk of rank 1 while it has no free
+// descriptor. Ranks 0 and 2 must blame the leader. The leader must still see the end of rank 1.
+func TestLeaderLacksDescriptors(t *testing.T) {
+	shared := onOneHost(t, shm.Config{}, 3)
+	rank1 := shm.Inner(shared[1])
+	fd, err := unix.MemfdCreate("test", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	restore := sync.OnceFunc(func() {
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+			t.Error(err)
+		}
+	})
+	defer restore()
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
+		t.Fatal(err)
+	}
+	rank1.Put(0, shm.ArenaMessage, 1<<30, 4096, fd)
+	for _, at := range []int{0, 2} {
+		within(t, fmt.Sprintf("rank %d does not notice", at), func() bool { return shared[at].Err(9, 1) != nil })
+		wantPeer(t, "err", shared[at].Err(9, 1), 9, 0)
+		if errors.Is(shared[at].Err(9, 1), unix.EMFILE) != (at == 0) {
+			t.Errorf("rank %d: got error %v; only that of rank 0 may wrap EMFILE", at, shared[at].Err(9, 1))
+		}
+	}
+	restore()
+	if err := shared[2].Err(9, 0); err != nil {
+		t.Errorf("rank 2 gives up the leader: %v", err)
+	}
+	// The channel still works, and a message that refers to the chunk is no violation of the protocol.
+	rank1.Put(0, shm.DropMessage, 1<<30, 0)
+	within(t, "the message is not sent", func() bool { return rank1.Queued(0) == 0 })
+	c, err := shared[0].Conn(t.Context(), transport.Control, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Send([]byte("hello")); err != nil {
+		t.Error(err)
+	}
+	if err := rank1.Close(); err != nil {
+		t.Error(err)
+	}
+	_, err = c.Read(make([]byte, 1))
+	wantPeer(t, "read", err, transport.Control, 1)
+	wantErr(t, "read", err, io.ErrUnexpectedEOF)
 }
 
 // TestLeaderGone checks that a rank stops waiting for memory if the leader, which would pass it on, has gone.

@@ -35,8 +35,8 @@ const (
 	keptMessage
 	// dropMessage means that a rank no longer shares an arena chunk. The field id is the ID of the chunk.
 	dropMessage
-	// goneMessage is sent only by the leader. It means that the connection of a rank to the leader has ended.
-	// The field id is 1 if the leader has given up the rank because it violated the protocol, else 0.
+	// goneMessage is sent only by the leader. It means that the leader has lost a rank. If the reason is that
+	// the leader lacks a resource, the field size is the error number (errno), else 0.
 	goneMessage
 
 	headerBytes  = 4

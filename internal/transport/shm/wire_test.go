@@ -6,11 +6,14 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 	"unicode/utf8"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/secret"
@@ -139,86 +142,49 @@ func TestHandshake(t *testing.T) {
 	}
 }
 
-// TestInFlight sends descriptors until the kernel refuses more, because too many of the user are in flight.
-// The next message must wait until the peer has received some, or until the mesh is closed.
+// TestInFlight lets the kernel refuse a message, because the user has too many descriptors in flight. The
+// message must be sent again until the kernel takes it, or until the mesh is closed, and there must be one
+// warning if that takes long. The kernel is replaced, because other programs of the user count too.
 func TestInFlight(t *testing.T) {
-	const limit, rounds = 64, 50
-	var old unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
-			t.Error(err)
-		}
-	}()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var conns []*net.UnixConn
-	for _, fd := range fds {
-		f := os.NewFile(uintptr(fd), "socket")
-		c, err := net.FileConn(f)
-		if err := errors.Join(err, f.Close()); err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		conns = append(conns, c.(*net.UnixConn))
-	}
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: limit, Max: old.Max}); err != nil {
-		t.Fatal(err)
-	}
-	packet := make([]message, 1) // of descriptors that nobody maps
-	packet[0] = message{kind: arenaMessage, files: []*file{newFile(int(os.Stdin.Fd()))}}
-	m, p := &Mesh{closing: make(chan struct{})}, &peer{link: &link{uc: conns[0]}}
-	ended := make(chan error)
-	go func() {
-		runtime.LockOSThread() // and never unlocked, so that the thread ends with its lack of capabilities
-		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var none [2]unix.CapUserData
-		if err := unix.Capset(&header, &none[0]); err != nil {
-			ended <- err
-			return
-		}
-		refused := func() (err error) {
-			for sent := 0; err == nil && sent < 100*limit; sent++ {
-				err = writePacket(conns[0], packet)
-			}
-			return err
-		}
-		for range rounds {
-			ended <- refused()
-			ended <- m.write(p, packet)
-		}
-		ended <- refused()
-		close(m.closing)
-		ended <- m.write(p, packet)
-	}()
-	in := newReader(conns[1], 2)
-	for round := range rounds + 1 {
-		if err := <-ended; !errors.Is(err, unix.ETOOMANYREFS) {
-			t.Fatalf("got %v from the kernel, want %v", err, unix.ETOOMANYREFS)
-		}
-		if round == rounds {
-			break
-		}
-		for range 100 {
-			runtime.Gosched() // let the message be refused before the peer receives the others
-		}
-		for range limit / 2 {
-			messages, err := in.read()
-			if err != nil {
-				t.Fatal(err)
-			}
-			closeAll(messages)
-		}
-		if err := <-ended; err != nil {
-			t.Fatalf("got %v after the peer has received descriptors, want no error", err)
-		}
-	}
-	if err := <-ended; !errors.Is(err, unix.ETOOMANYREFS) {
-		t.Errorf("got %v when the mesh was closed, want %v", err, unix.ETOOMANYREFS)
+	for name, c := range map[string]struct {
+		refused  time.Duration
+		closes   bool
+		want     error
+		warnings int
+	}{
+		"at once":         {refused: 0},
+		"soon":            {refused: inFlightWarning / 2},
+		"late":            {refused: 3 * inFlightWarning, warnings: 1},
+		"until it closes": {refused: time.Hour, closes: true, want: unix.ETOOMANYREFS, warnings: 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				core, logged := observer.New(zap.WarnLevel)
+				m := &Mesh{log: zap.New(core), closing: make(chan struct{})}
+				if c.closes {
+					time.AfterFunc(time.Minute, func() { close(m.closing) })
+				}
+				start := time.Now()
+				err := m.retry(3, func() error {
+					if time.Since(start) < c.refused {
+						return os.NewSyscallError("sendmsg", unix.ETOOMANYREFS)
+					}
+					return nil
+				})
+				if !errors.Is(err, c.want) {
+					t.Errorf("got error %v, want %v", err, c.want)
+				}
+				entries := logged.All()
+				if len(entries) != c.warnings {
+					t.Errorf("got %d warnings, want %d", len(entries), c.warnings)
+				}
+				for _, e := range entries {
+					if !strings.HasPrefix(e.Message, "shm: cannot send descriptors to rank 3 for 1s") {
+						t.Errorf("got warning %q", e.Message)
+					}
+				}
+			})
+		})
 	}
 }
 
