@@ -229,3 +229,23 @@ func TestStoreAddresses(t *testing.T) {
 		}
 	}
 }
+
+// TestProcessesHere checks how many processes of a job hvdrun expects on its own host.
+func TestProcessesHere(t *testing.T) {
+	several := []launch.Host{{Name: "h1", Slots: 2}, {Name: "localhost", Slots: 4}, {Name: "h2", Slots: 8}}
+	for name, c := range map[string]struct {
+		job  job
+		want int
+	}{
+		"without hosts":       {job{np: 5}, 5},
+		"few":                 {job{np: 2, several: true, hosts: several}, 0},
+		"some":                {job{np: 5, several: true, hosts: several}, 3},
+		"all slots":           {job{np: 9, several: true, hosts: several}, 4},
+		"hosts from a script": {job{np: 9, several: true}, 0},
+		"nodes":               {job{np: 9, several: true, hosts: several, nodes: &launch.Nodes{}}, 0},
+	} {
+		if got := c.job.here(); got != c.want {
+			t.Errorf("%s: got %d, want %d", name, got, c.want)
+		}
+	}
+}

@@ -50,8 +50,8 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 
-	if !j.several {
-		for _, text := range doctor.Here(r.env).Crowded(j.np) {
+	if n := j.here(); n > 0 {
+		for _, text := range doctor.Here(r.env).Crowded(n) {
 			fmt.Fprintf(r.stderr, "hvdrun: warning: %s\n", text)
 		}
 	}
@@ -205,6 +205,26 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 	}
 	j.recovery, err = recovery(j.nodes, &j.settings)
 	return j, err
+}
+
+// here returns the number of processes of the job on this host. It returns 0 if only the script that
+// discovers hosts knows it, or if the processes are nodes on several hosts.
+func (j *job) here() (n int) {
+	if !j.several {
+		return j.np
+	}
+	if j.nodes != nil {
+		return 0
+	}
+	left := j.np
+	for _, h := range j.hosts { // as launch.Assign places them
+		most := min(h.Slots, left)
+		if launch.IsThisHost(h.Name) {
+			n += most
+		}
+		left -= most
+	}
+	return n
 }
 
 // startStore serves kv to the processes of the job. It returns the server, which the caller must close, and

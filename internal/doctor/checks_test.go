@@ -363,25 +363,38 @@ func TestDevShm(t *testing.T) {
 // TestRanks checks that the scarcest resource decides how many ranks a host can run, and that Crowded names
 // each resource that does not suffice.
 func TestRanks(t *testing.T) {
-	const group, pids = "sys/fs/cgroup/job/", "sys/kernel/pid_max"
+	const group, pids, none = "sys/fs/cgroup/job/", "sys/kernel/pid_max", unix.RLIM_INFINITY
+	status := func(caps string) files { return files{"proc/self/status": "Name:\tx\nCapEff:\t" + caps + "\n"} }
 	for name, c := range map[string]struct {
-		more    files
-		nofile  uint64
-		want    string
-		crowded int // number of texts for 100 ranks
+		more          files
+		nofile, nproc uint64
+		want          string
+		crowded       int // number of texts for 100 ranks
 	}{
-		"memory": {nil, unix.RLIM_INFINITY, "ok ranks: this host can run about 256 ranks", 0},
-		"memory of the cgroup": {files{group + "memory.max": "60000000", group + "memory.current": "10000000"}, 65536,
+		"memory": {nil, none, none, "ok ranks: this host can run about 256 ranks", 0},
+		"memory of the cgroup": {files{group + "memory.max": "60000000", group + "memory.current": "10000000"}, 65536, none,
 			"warn ranks: fewer ranks than it has cores: 3 by 47.68 MiB of memory", 1},
-		"open files": {nil, 32 + 500, "ok ranks: this host can run about 100 ranks of a small program: 100 by 532 open files", 0},
-		"few files":  {nil, 32 + 499, "ok ranks: 99 by 531 open files", 1},
-		"pid_max":    {files{"proc/" + pids: "1200\n"}, 65536, "ok ranks: 100 by 1200 processes and threads (/proc/" + pids, 0},
-		"pids of the cgroup": {files{"proc/" + pids: "32768\n", group + "pids.max": "1200", group + "pids.current": "1"}, 531,
-			"ok ranks: 99 by 531 open files (hvdrun needs 5 for each rank, rank 0 up to 4), 99 by 1199 processes", 2},
+		"open files": {nil, 32 + 500, none,
+			"ok ranks: this host can run about 100 ranks of a small program: 100 by 532 open files", 0},
+		"few files": {nil, 32 + 499, none, "ok ranks: 99 by 531 open files", 1},
+		"pid_max": {files{"proc/" + pids: "1200\n"}, 65536, none,
+			"ok ranks: 100 by 1200 processes and threads (/proc/" + pids, 0},
+		"pids of the cgroup": {files{"proc/" + pids: "32768\n", group + "pids.max": "1200", group + "pids.current": "1"},
+			531, none, "ok ranks: 99 by 531 open files (hvdrun needs 5 for each rank, the lowest rank up to 4), 99 by 1199 processes", 2},
+		"threads of the user": {status("0000000000000400"), none, 1199,
+			"ok ranks: 99 by 1199 processes and threads (RLIMIT_NPROC", 1},
+		"threads of root": {status("000001ffffffffff"), none, 1199,
+			"ok ranks: this host can run about 256 ranks", 0},
 	} {
 		s := soundSystem()
 		s.Root = soundFiles.with(c.more).fs()
-		s.Rlimit = func(int) (unix.Rlimit, error) { return unix.Rlimit{Cur: c.nofile, Max: c.nofile}, nil }
+		s.Rlimit = func(resource int) (unix.Rlimit, error) {
+			n := c.nofile
+			if resource == unix.RLIMIT_NPROC {
+				n = c.nproc
+			}
+			return unix.Rlimit{Cur: n, Max: n}, nil
+		}
 		holds(t, name, look(t, s, "ranks"), c.want)
 		texts := s.Crowded(100)
 		if len(texts) != c.crowded {
@@ -409,7 +422,7 @@ func TestLimits(t *testing.T) {
 		{"locked memory", unix.RLIMIT_MEMLOCK, 65536, "ok locked memory: 64 KiB"},
 		{"open files", unix.RLIMIT_NOFILE, none, "ok open files: unlimited"},
 		{"open files", unix.RLIMIT_NOFILE, 1024,
-			"ok open files: 1024 (RLIMIT_NOFILE): rank 0 needs up to 4 files for each other rank on its host and 2 for each rank on another host, enough for 249 ranks on its host or 497 on others"},
+			"ok open files: 1024 (RLIMIT_NOFILE): the lowest rank of a host needs up to 4 files for each other rank there, and rank 0 2 for each rank on another host, enough for 249 ranks on its host or 497 on others"},
 		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: enough for 248 ranks on its host or 496 on others"},
 		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: enough for 25 ranks on its host or 49 on others"},
 		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: enough for 24 ranks on its host or 48 on others"},

@@ -46,7 +46,8 @@ func lockedMemory(_ context.Context, s *System) []Line {
 
 const (
 	// filesPerPeer is the number of sockets between rank 0 and each other rank. filesPerLocal is the number
-	// of files, during Init, that rank 0 has open for each rank with which it shares memory.
+	// of files, during Init, that the lowest rank of a host has open for each rank with which it shares
+	// memory.
 	filesPerPeer, filesPerLocal = 2, 4
 	// filesOwn is the approximate number of other files that a rank has open: its output, poller, listeners,
 	// store and shared memory.
@@ -64,8 +65,8 @@ func openFiles(_ context.Context, s *System) []Line {
 	if err != nil {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	}
-	const format = "%d (RLIMIT_NOFILE): rank 0 needs up to %d files for each other rank on its host and %d for each rank on " +
-		"another host, enough for %d ranks on its host or %d on others"
+	const format = "%d (RLIMIT_NOFILE): the lowest rank of a host needs up to %d files for each other rank there, " +
+		"and rank 0 %d for each rank on another host, enough for %d ranks on its host or %d on others"
 	left := r.Cur - min(r.Cur, filesOwn)
 	values := []any{r.Cur, filesPerLocal, filesPerPeer, left/filesPerLocal + 1, left/filesPerPeer + 1}
 	switch {

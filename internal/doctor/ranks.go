@@ -15,6 +15,7 @@ import (
 
 // These are what each rank on a host needs at least, as measured with small programs in Go. With n ranks, a
 // rank needs rankBytes and n times peerBytes, most of them for the page tables of the segments of the others.
+// The threads are those on a host with 2 cores. With more cores a rank may have more.
 const (
 	rankBytes, peerBytes = 14 << 20, 8 << 10
 	rankThreads          = 12
@@ -48,30 +49,57 @@ func rooms(s *System) (all []room) {
 	}
 	if r, err := s.Rlimit(unix.RLIMIT_NOFILE); err == nil && r.Cur != unix.RLIM_INFINITY {
 		add(r.Cur-min(r.Cur, filesOwn), max(filesPerLocal, launcherFiles), openFilesFix,
-			"%d open files (hvdrun needs %d for each rank, rank 0 up to %d)", r.Cur, launcherFiles, filesPerLocal)
+			"%d open files (hvdrun needs %d for each rank, the lowest rank up to %d)", r.Cur, launcherFiles, filesPerLocal)
 	}
-	if left, file, limited := threads(s); limited {
-		add(left, rankThreads, "raise the limit (docker --pids-limit, TasksMax=, sysctl kernel.pid_max)",
-			"%d processes and threads (/%s; a rank needs about %d)", left, file, rankThreads)
+	if left, limit, limited := threads(s); limited {
+		add(left, rankThreads, "raise the limit (ulimit -u, docker --pids-limit, TasksMax=, sysctl kernel.pid_max)",
+			"%d processes and threads (%s; a rank needs about %d, on 2 cores)", left, limit, rankThreads)
 	}
 	slices.SortStableFunc(all, func(a, b room) int { return a.ranks - b.ranks })
 	return all
 }
 
-// threads returns how many threads the kernel and the cgroups permit, and the file with the least limit.
-func threads(s *System) (left uint64, file string, limited bool) {
-	left, file, limited = cgroup.LeastTasks(s.Root)
+// threads returns how many processes and threads the kernel, the cgroups and the limit of the user permit,
+// and the name of the least limit.
+func threads(s *System) (left uint64, limit string, limited bool) {
+	least := func(n uint64, name string) {
+		if !limited || n < left {
+			left, limit, limited = n, name, true
+		}
+	}
+	if n, file, found := cgroup.LeastTasks(s.Root); found {
+		least(n, "/"+file)
+	}
 	for _, name := range []string{"proc/sys/kernel/pid_max", "proc/sys/kernel/threads-max"} {
 		text, err := fs.ReadFile(s.Root, name)
 		if err != nil {
 			continue
 		}
-		n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64)
-		if err == nil && (!limited || n < left) {
-			left, file, limited = n, name, true
+		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64); err == nil {
+			least(n, "/"+name)
 		}
 	}
-	return left, file, limited
+	if r, err := s.Rlimit(unix.RLIMIT_NPROC); err == nil && r.Cur != unix.RLIM_INFINITY && !exempt(s) {
+		least(r.Cur, "RLIMIT_NPROC, for all programs of this user")
+	}
+	return left, limit, limited
+}
+
+// exempt reports whether RLIMIT_NPROC does not apply to this process, because it has the capability
+// CAP_SYS_RESOURCE or CAP_SYS_ADMIN.
+func exempt(s *System) bool {
+	const caps = 1<<unix.CAP_SYS_RESOURCE | 1<<unix.CAP_SYS_ADMIN
+	text, err := fs.ReadFile(s.Root, "proc/self/status")
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(text)) {
+		if set, found := strings.CutPrefix(line, "CapEff:"); found {
+			n, err := strconv.ParseUint(strings.TrimSpace(set), 16, 64)
+			return err == nil && n&caps != 0
+		}
+	}
+	return false
 }
 
 // ranks reports how many ranks this host can run.
