@@ -80,8 +80,9 @@ func Descriptors() int {
 	return int(limit.Cur)
 }
 
-// These are the file descriptors for which NeedDescriptors provides. A rank has up to four for each peer on
-// its host, and about 32 besides. The program has at least as many.
+// These are the file descriptors for which NeedDescriptors provides. The lowest rank of a host has up to four
+// for each other rank of its host, rank 0 has two for each rank on another host, and a rank has about 32
+// besides. The program has at least as many.
 const (
 	peerDescriptors = 8
 	ownDescriptors  = 128
