@@ -210,10 +210,14 @@ func (j *Job) exchange(ctx context.Context, from []int) error {
 // ranks make different numbers of steps, they join at the end of an epoch, get the state of the rank that has
 // joined last by hvd.Broadcast, and then commit.
 func (j *Job) Commit(ctx context.Context) (err error) {
+	if j.live {
+		return errors.New("elastic: Commit after Step: the state at the last step is the commit already, so a program " +
+			"calls only Step, and Check between steps")
+	}
 	if j.saved, err = j.state.Save(); err != nil {
 		return err
 	}
-	changed, err := j.vote(ctx, true)
+	changed, err := j.vote(ctx, commits.Commit)
 	if err != nil {
 		return err
 	}
@@ -225,10 +229,16 @@ func (j *Job) Commit(ctx context.Context) (err error) {
 // by gradients that all ranks have reduced. A program whose state changes only in apply needs no Commit: if
 // ranks die, at most the step in progress is made again, and no rank goes back. If some rank has called apply
 // for a step, all ranks that go on have the state after it. So apply must change the state in the same way at
-// all ranks. Like Commit, every rank must call Step equally often, and it returns an error that the training
-// function must return. Then apply was called unless a rank has failed.
+// all ranks, and nothing else may change it after the first Step: such a change would be lost at some ranks
+// and kept at others. Like Commit, every rank must call Step equally often, and it returns an error that the
+// training function must return. Then apply was called unless a rank has failed. Once a program has called
+// Step, Commit is an error. Step fails with HOROVOD_ENABLE_ASYNC_COMPLETION, with which a rank does not know
+// whether it has the results of its operations.
 func (j *Job) Step(ctx context.Context, apply func()) error {
-	changed, err := j.vote(ctx, false)
+	if err := j.commits.CheckStep(); err != nil {
+		return err
+	}
+	changed, err := j.vote(ctx, commits.Step)
 	if err != nil {
 		return err
 	}
@@ -240,7 +250,7 @@ func (j *Job) Step(ctx context.Context, apply func()) error {
 
 // Check is like Commit, but saves nothing. If the ranks only change by plan, nothing is lost either.
 func (j *Job) Check(ctx context.Context) error {
-	changed, err := j.vote(ctx, false)
+	changed, err := j.vote(ctx, commits.Changes)
 	if err != nil {
 		return err
 	}
@@ -248,8 +258,8 @@ func (j *Job) Check(ctx context.Context) error {
 }
 
 // vote waits for all ranks, and returns errChanged in changed if the ranks of the job change.
-func (j *Job) vote(ctx context.Context, saved bool) (changed, err error) {
-	number := []int64{j.commits.Ballot(saved, 0)}
+func (j *Job) vote(ctx context.Context, about commits.About) (changed, err error) {
+	number := []int64{j.commits.Ballot(about, 0)}
 	all, err := hvd.Allreduce(ctx, number, hvd.Op(hvd.Sum), hvd.Name("elastic.vote"))
 	if err != nil {
 		return nil, err

@@ -23,6 +23,7 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/commits"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -571,12 +572,12 @@ func gohvdElasticVote(flags C.uint32_t, seconds C.double, handle *C.hvd_handle_t
 	if err != nil {
 		return status(err)
 	}
-	about := library.Changes
+	about := commits.Changes
 	switch {
 	case flags&C.HVD_SAVED != 0:
-		about = library.Commit
+		about = commits.Commit
 	case flags&C.HVD_STEP != 0:
-		about = library.Step
+		about = commits.Step
 	}
 	h, err := process.Vote(about, elastic.Change(flags&(C.HVD_REMOVED|C.HVD_ADDED)), limit)
 	if handle != nil {

@@ -11,10 +11,12 @@ package commits
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/rank"
 )
@@ -40,6 +42,7 @@ type Job struct {
 	// is that of the next one, if this rank has saved it. Other ranks may know that all have saved it.
 	// Commits are numbered from 1; 0 means that there is none.
 	granted, saved int64
+	about          About     // of the last Ballot
 	size           int       // the number of ranks that have joined the generation
 	next           int64     // the number of the commit that all ranks have after Synced
 	failed         bool      // the training has failed since the last Synced
@@ -192,17 +195,34 @@ func (j *Job) Synced(ctx context.Context, c Collectives) error {
 	return j.member.Tell(ctx, e)
 }
 
+// About is what a vote is about. All ranks must vote about the same.
+type About int
+
+const (
+	// Changes is a vote only about the changes of the ranks.
+	Changes About = iota
+	// Commit says that this rank has saved its next commit.
+	Commit
+	// Step says that this rank makes its next step if the vote succeeds (Stepped).
+	Step
+)
+
+// kinds has what a rank adds to the first two numbers of a vote. A rank that has joined adds nothing to both.
+// These are the corners of a square, so ranks that vote about different things never have the sum of ranks
+// that all vote about the same.
+var kinds = [...]int64{Changes: 1, Commit: 1 | 1<<secondShift, Step: 1 << secondShift}
+
 // Ballot returns the number of this rank in a vote, which is an operation that gives all ranks the sum of
-// their numbers. All ranks must vote equally often. saved says that this rank has saved the next commit.
-// asked is what the program takes for changes in a job that is not elastic, or 0.
-func (j *Job) Ballot(saved bool, asked elastic.Change) int64 {
+// their numbers. All ranks must vote equally often. asked is what the program takes for changes in a job that
+// is not elastic, or 0.
+func (j *Job) Ballot(about About, asked elastic.Change) int64 {
 	if j.member != nil {
 		asked = j.Pending()
 	}
-	number := int64(1)
-	if saved {
+	j.about = about
+	number := kinds[about]
+	if about == Commit {
 		j.saved = j.granted + 1
-		number |= 1 << savedShift
 	}
 	if asked&elastic.Removed != 0 {
 		number |= 1 << removedShift
@@ -213,11 +233,12 @@ func (j *Job) Ballot(saved bool, asked elastic.Change) int64 {
 	return number
 }
 
-// The sum of a vote has four numbers of ranks: of those that have voted, have saved, and know of either
-// change.
+// The sum of a vote has four numbers of ranks: two that tell what the ranks have voted about (kinds), and
+// those that know of either change.
 const (
-	votedMask    = 1<<16 - 1
-	savedShift   = 16
+	countMask    = 1<<16 - 1
+	secondShift  = 16
+	kindMask     = 1<<32 - 1
 	removedShift = 32
 	addedShift   = 48
 )
@@ -226,21 +247,23 @@ const (
 // of Count is not 0 if the launcher has changed the ranks, and then the training must end at all ranks. It
 // returns an error if not all ranks have done the same.
 func (j *Job) Count(sum int64) (elastic.Change, error) {
-	if voted := int(sum & votedMask); voted < j.size {
+	got, kind := sum&kindMask, kinds[j.about]
+	if voted := max(got&countMask, got>>secondShift); got == voted*kind && voted < int64(j.size) {
 		return 0, fmt.Errorf("elastic: %d of %d ranks have voted: a rank that has joined (hvd.Join) saves no "+
 			"commit, so commit only after the join has returned", voted, j.size)
 	}
-	if saved := int(sum >> savedShift & votedMask); saved != 0 && saved < j.size {
-		return 0, fmt.Errorf("elastic: %d of %d ranks have saved a commit: all must, or none", saved, j.size)
+	if got != int64(j.size)*kind {
+		return 0, errors.New("elastic: the ranks have voted about different things: all must commit, all must make a " +
+			"step, or all must only check for changes")
 	}
 	if j.saved != 0 {
 		j.granted, j.saved, j.vain, j.smallest = j.saved, 0, 0, j.size
 	}
 	var changes elastic.Change
-	if sum>>removedShift&votedMask != 0 {
+	if sum>>removedShift&countMask != 0 {
 		changes |= elastic.Removed
 	}
-	if sum>>addedShift&votedMask != 0 {
+	if sum>>addedShift&countMask != 0 {
 		changes |= elastic.Added
 	}
 	return changes, nil
@@ -255,6 +278,15 @@ func (j *Job) Pending() elastic.Change {
 		return r.Change
 	}
 	return 0
+}
+
+// CheckStep returns an error if this rank cannot vote for steps.
+func (j *Job) CheckStep() error {
+	if j.member != nil && j.member.CompletesAsync() {
+		return &engine.UsageError{Op: "elastic step", Err: errors.New("a step needs the results of its operations: " +
+			"unset HOROVOD_ENABLE_ASYNC_COMPLETION, or make commits in place of steps")}
+	}
+	return nil
 }
 
 // Stepped tells that all ranks have voted that they have what they need for the next step of the training,

@@ -105,7 +105,7 @@ func TestSteps(t *testing.T) {
 		false: {{Held: Granted, Restore: true}, {Held: Granted, Restore: true}},
 	} {
 		jobs := [2]Job{{granted: 6, size: 2}, {granted: 6, size: 2}}
-		sum := jobs[0].Ballot(false, 0) + jobs[1].Ballot(false, 0)
+		sum := jobs[0].Ballot(Step, 0) + jobs[1].Ballot(Step, 0)
 		if seen {
 			if _, err := jobs[1].Count(sum); err != nil {
 				t.Fatal(err)
@@ -145,7 +145,7 @@ func TestSources(t *testing.T) {
 // A commit that was saved and not granted does not take the place of a later one with the same number.
 func TestCommitThatWasNotGranted(t *testing.T) {
 	j := &Job{granted: 1}
-	if j.Ballot(true, 0); j.saved != 2 {
+	if j.Ballot(Commit, 0); j.saved != 2 {
 		t.Fatalf("got %+v, want commit 2 saved", j)
 	}
 	alone := ranks{all: []int64{1, 2, 0}}
@@ -157,7 +157,7 @@ func TestCommitThatWasNotGranted(t *testing.T) {
 	if err := j.Synced(t.Context(), alone); err != nil {
 		t.Fatal(err)
 	}
-	if changes, err := j.Count(j.Ballot(true, elastic.Added)); err != nil || changes != elastic.Added {
+	if changes, err := j.Count(j.Ballot(Commit, elastic.Added)); err != nil || changes != elastic.Added {
 		t.Fatalf("got %v, want the change that the program has asked for", changes)
 	}
 	if j.Changed(); j.granted != 3 || j.saved != 0 {
@@ -206,8 +206,10 @@ func TestFailedTooOften(t *testing.T) {
 					t.Fatal(err)
 				}
 				switch e {
-				case commit, check:
-					_, err = j.Count(j.Ballot(e == commit, 0) * int64(j.size))
+				case commit:
+					_, err = j.Count(j.Ballot(Commit, 0) * int64(j.size))
+				case check:
+					_, err = j.Count(j.Ballot(Changes, 0) * int64(j.size))
 				case change:
 					j.Changed()
 					err = join(5)
@@ -234,7 +236,7 @@ const (
 // A vote counts only if all ranks have voted and have done the same. It has the changes of all ranks.
 func TestVotes(t *testing.T) {
 	type ballot struct {
-		saved bool
+		about About
 		asked elastic.Change
 	}
 	for name, c := range map[string]struct {
@@ -242,20 +244,26 @@ func TestVotes(t *testing.T) {
 		want    elastic.Change
 		failure string
 	}{
-		"all save":       {[]ballot{{true, 0}, {true, 0}, {true, 0}}, 0, ""},
-		"none saves":     {[]ballot{{false, elastic.Removed}, {}, {}}, elastic.Removed, ""},
-		"both changes":   {[]ballot{{true, elastic.Removed}, {true, elastic.Added}, {true, elastic.Added}}, 3, ""},
-		"one has joined": {[]ballot{{true, 0}, {true, 0}}, 0, "2 of 3 ranks have voted"},
-		"one does not":   {[]ballot{{true, 0}, {true, 0}, {}}, 0, "2 of 3 ranks have saved"},
+		"all save":       {[]ballot{{Commit, 0}, {Commit, 0}, {Commit, 0}}, 0, ""},
+		"none saves":     {[]ballot{{Changes, elastic.Removed}, {}, {}}, elastic.Removed, ""},
+		"steps":          {[]ballot{{Step, 0}, {Step, elastic.Added}, {Step, 0}}, elastic.Added, ""},
+		"both changes":   {[]ballot{{Commit, elastic.Removed}, {Commit, elastic.Added}, {Commit, elastic.Added}}, 3, ""},
+		"one has joined": {[]ballot{{Commit, 0}, {Commit, 0}}, 0, "2 of 3 ranks have voted"},
+		"joined, steps":  {[]ballot{{Step, 0}, {Step, 0}}, 0, "2 of 3 ranks have voted"},
+		"joined, checks": {[]ballot{{Changes, 0}}, 0, "1 of 3 ranks have voted"},
+		"one does not":   {[]ballot{{Commit, 0}, {Commit, 0}, {}}, 0, "different things"},
+		"one steps":      {[]ballot{{Changes, 0}, {Step, 0}, {Changes, 0}}, 0, "different things"},
+		"one checks":     {[]ballot{{Step, 0}, {Changes, 0}, {Step, 0}}, 0, "different things"},
+		"check, step":    {[]ballot{{Step, 0}, {Changes, 0}}, 0, "different things"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			j, sum := Job{size: 3, granted: 5}, int64(0)
 			for i, b := range c.ballots {
 				other := Job{granted: 5}
 				if i == 0 {
-					sum += j.Ballot(b.saved, b.asked)
+					sum += j.Ballot(b.about, b.asked)
 				} else {
-					sum += other.Ballot(b.saved, b.asked)
+					sum += other.Ballot(b.about, b.asked)
 				}
 			}
 			changes, err := j.Count(sum)
@@ -269,5 +277,30 @@ func TestVotes(t *testing.T) {
 				t.Errorf("got %v, %v, want %v", changes, err, c.want)
 			}
 		})
+	}
+}
+
+// Ranks that vote about different things all learn it, whatever the number of ranks.
+func TestMixedVotes(t *testing.T) {
+	for n := 1; n <= 6; n++ {
+		for mix := range 1 << (2 * n) { // two bits for each rank: what it votes about, or 3 if it has joined
+			jobs, sum, same := make([]Job, n), int64(0), true
+			for r := range jobs {
+				jobs[r].size = n
+				about := About(mix >> (2 * r) & 3)
+				same = same && about == About(mix&3)
+				if about <= Step {
+					sum += jobs[r].Ballot(about, 0)
+				}
+			}
+			for r := range jobs {
+				if mix>>(2*r)&3 == 3 {
+					continue
+				}
+				if _, err := jobs[r].Count(sum); (err == nil) != same {
+					t.Fatalf("%d ranks vote %b: got error %v at rank %d", n, mix, err, r)
+				}
+			}
+		}
 	}
 }

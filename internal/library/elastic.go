@@ -157,27 +157,11 @@ func (l *Library) Synced() Handle {
 	})
 }
 
-// About is what a Vote is about.
-type About int
-
-const (
-	// Changes is a vote only about the changes of the ranks.
-	Changes About = iota
-	// Commit says that this rank has saved its next commit.
-	Commit
-	// Step says that this rank makes its next step if the vote succeeds and the ranks do not change
-	// (commits.Job.Stepped).
-	Step
-)
-
-// Vote waits for all ranks, as Run waits for an operation.
-func (l *Library) Vote(about About, asked elastic.Change, limit time.Duration) (Handle, error) {
+// Vote waits for all ranks, as Run waits for an operation. In a vote for a step, this rank makes the step if
+// the vote succeeds and the ranks do not change.
+func (l *Library) Vote(about commits.About, asked elastic.Change, limit time.Duration) (Handle, error) {
 	const op = "elastic vote"
 	r, err := l.current(op)
-	if err == nil && about == Step && r.AsyncCompletion {
-		err = &engine.UsageError{Op: op, Err: errors.New("a step needs the results of its operations: unset " +
-			"HOROVOD_ENABLE_ASYNC_COMPLETION, or make commits instead of votes for steps")}
-	}
 	if err != nil {
 		return 0, err
 	}
@@ -185,7 +169,13 @@ func (l *Library) Vote(about About, asked elastic.Change, limit time.Duration) (
 	if !t.using.TryLock() {
 		return 0, errInProgress(op)
 	}
-	v := &vote{training: t, about: about, numbers: [2]int64{t.commits.Ballot(about == Commit, asked)}}
+	if about == commits.Step {
+		if err := t.commits.CheckStep(); err != nil {
+			t.using.Unlock()
+			return 0, err
+		}
+	}
+	v := &vote{training: t, about: about, numbers: [2]int64{t.commits.Ballot(about, asked)}}
 	s := rank.Spec{Kind: uint32(message.Allreduce), Name: "elastic.vote", ReduceOp: uint32(tensor.Sum)}
 	if v.call, err = l.begin(collectives{l, r}.operation(s, v.numbers[:1], v.numbers[1:])); err != nil {
 		t.using.Unlock()
@@ -202,7 +192,7 @@ func (l *Library) Vote(about About, asked elastic.Change, limit time.Duration) (
 type vote struct {
 	*call
 	training *training
-	about    About
+	about    commits.About
 	numbers  [2]int64 // the one of this rank, and the result
 }
 
@@ -212,7 +202,7 @@ func (v *vote) take(*Result) error {
 		return v.err
 	}
 	changes, err := v.training.commits.Count(v.numbers[1])
-	if err == nil && v.about == Step && changes == 0 {
+	if err == nil && v.about == commits.Step && changes == 0 {
 		v.training.commits.Stepped()
 	}
 	v.training.note(func(p *Progress) { p.Changes = changes })

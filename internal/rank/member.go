@@ -56,6 +56,7 @@ type Membership struct {
 	mu     sync.Mutex
 	joined uint64          // the generation of the newest Start
 	ranked bool            // a Start has succeeded
+	async  bool            // Rank.AsyncCompletion of the newest successful Start
 	synced func()          // what Synced does, or nil
 	newest *elastic.Roster // the newest roster, or nil
 	news   chan struct{}   // closed when newest changes
@@ -335,12 +336,15 @@ func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config
 // begin makes Synced show in the timeline of r why the ranks have changed, and how long they have exchanged
 // the state.
 func (m *Membership) begin(r *Rank, roster *elastic.Roster) {
-	m.ranked, m.synced = true, nil
+	m.ranked, m.async, m.synced = true, r.AsyncCompletion, nil
 	if roster.Generation > 1 {
 		begun, name := r.Engine.BeginSpan(), fmt.Sprintf("generation %d: %s", roster.Generation, roster.Reason)
 		m.synced = func() { r.Engine.EndSpan(trace.Range, name, begun) }
 	}
 }
+
+// CompletesAsync reports whether operations on CUDA devices complete when they have been launched.
+func (m *Membership) CompletesAsync() bool { return m.async }
 
 // Synced tells that this process has the state with which its generation trains.
 func (m *Membership) Synced() {

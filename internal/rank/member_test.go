@@ -66,6 +66,17 @@ func TestNewRankWaits(t *testing.T) {
 	}
 }
 
+// A member knows whether its rank has the results of operations that have completed.
+func TestCompletesAsync(t *testing.T) {
+	for _, async := range []bool{true, false} {
+		m := new(Membership)
+		m.begin(&Rank{AsyncCompletion: async}, &elastic.Roster{Generation: 1})
+		if got := m.CompletesAsync(); got != async {
+			t.Errorf("got %t, want %t", got, async)
+		}
+	}
+}
+
 // A SIGTERM that arrives just before the notices end has its usual effect. The program's handler gets it both
 // times.
 func TestLateSIGTERM(t *testing.T) {
