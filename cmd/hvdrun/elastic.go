@@ -139,6 +139,10 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	if c.Spares > 0 && c.Max == 0 {
 		c.Max = np
 	}
+	if slots := launch.Slots(hosts); c.Spares > 0 && hosts != nil && slots < c.Max+c.Spares {
+		fmt.Fprintf(r.stderr, "hvdrun: warning: --spares %d: the hosts have %d slots for up to %d ranks, so the number of "+
+			"spares is %d\n", c.Spares, slots, c.Max, max(0, slots-c.Max))
+	}
 	switch e.blacklist {
 	case "slot":
 		if !flags.Changed("blacklist-cooldown-range") {

@@ -323,6 +323,28 @@ func TestFormsOfTheCommandLine(t *testing.T) {
 	}
 }
 
+// TestSpares checks that this host has slots for the ranks and the spares, and that hvdrun warns if the given
+// hosts have not.
+func TestSpares(t *testing.T) {
+	const warning = "hvdrun: warning: --spares 2: the hosts have 3 slots for up to 2 ranks, so the number of spares is 1\n"
+	for _, c := range []struct {
+		flags     []string
+		processes int
+		warns     bool
+	}{
+		{[]string{"-np", "2", "--min-np", "1", "--max-np", "4", "--spares", "1"}, 5, false},
+		{[]string{"-np", "2", "--min-np", "1", "--max-np", "3"}, 3, false},
+		{[]string{"-np", "2", "--min-np", "1", "-H", "localhost:3", "--spares", "2"}, 3, true},
+	} {
+		stdout, stderr, status := output(t, append(c.flags, "echo", "begins")...)
+		if status != 0 || strings.Count(stdout, "begins\n") != c.processes ||
+			strings.Contains(stderr, warning) != c.warns {
+			t.Errorf("%q: got exit status %d, %q and %q, want %d processes, and a warning: %t", c.flags, status, stdout,
+				stderr, c.processes, c.warns)
+		}
+	}
+}
+
 // TestOutputIsUnchanged runs ranks that write all kinds of lines in small and in large parts. The output must
 // have the same bytes, except prefixes at the beginnings of lines, and the files must have the same bytes.
 func TestOutputIsUnchanged(t *testing.T) {

@@ -309,9 +309,10 @@ func Run(ctx context.Context, o Options) (Result, error) {
 			return Result{}, err
 		}
 	} else {
-		o.Elastic.Config.Start, o.Elastic.Config.Random = o.NP, mathrand.Float64
+		c := &o.Elastic.Config
+		c.Start, c.Random = o.NP, mathrand.Float64
 		if len(o.Hosts) == 0 && o.Elastic.Discovery == nil {
-			o.Hosts = []Host{{Name: self, Slots: o.NP + o.Elastic.Config.Spares}}
+			o.Hosts = []Host{{Name: self, Slots: max(o.NP, c.Max) + c.Spares}}
 		}
 	}
 	var id [16]byte
