@@ -143,6 +143,8 @@ type Config struct {
 	// the same time for processes that are to be added to a job that trains, so that those that were started
 	// together become ranks together.
 	StartTimeout, Settle time.Duration
+	// Notice is how long a process that has failed, as ranks have found, may take to end by itself.
+	Notice time.Duration
 	// ResetLimit is how many rosters may follow the first one, or -1 for any number.
 	ResetLimit int
 	// ByHost says that the failure of a process excludes its host, as in Horovod, and ends the other

@@ -27,7 +27,8 @@ type Machine struct {
 	noted   int       // how many slots there were in the newest note about them
 	resets  int
 	trains  uint64  // the last generation that has resumed the training
-	culprit *Member // the first process that has failed since the newest roster
+	culprit *Member // the first rank that has failed since the newest roster, or process before the first one
+	held    bool    // the job ends when the culprit has ended
 
 	waitsSince time.Time // when the job began to wait for slots, or the zero time
 	readySince time.Time // when the first process became ready that is not in a roster yet, or the zero time
@@ -47,6 +48,9 @@ type member struct {
 	leaving string // why the process has asked to leave, or ""
 	lost    string // how the process has failed or ended before the training had returned in it, or ""
 	missed  bool   // done is set, but other ranks of the newest roster wait for the process
+	// deadline is the time until which a killed process may end by itself. It is killed afterwards. It is the
+	// zero time if there is none.
+	deadline time.Time
 }
 
 type state int
@@ -56,7 +60,7 @@ const (
 	waiting               // it is ready to become a rank
 	active                // it is in the newest roster
 	outside               // it was in a roster and is not in the newest one, so it ends by itself
-	killed                // it has not ended yet
+	killed                // it is killed, perhaps only at its deadline, and has not ended yet
 	dead                  // it has ended, and is in the newest roster
 )
 
@@ -219,7 +223,9 @@ func (m *Machine) Processes(generation uint64, by topo.Rank, ranks []topo.Rank,
 	return processes
 }
 
-// Failed tells that ranks have found processes that have failed, though they may not have ended. If the
+// Failed tells that ranks have found processes that have failed, though they may not have ended. The others
+// go on at once. A process that has reported its own failure, for example an exception, is about to end with
+// a status that tells more than SIGKILL does, so each process may end by itself within Config.Notice. If the
 // training has returned in such a process, the ranks that wait for it go on without it.
 func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
 	m.now = now
@@ -235,7 +241,7 @@ func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
 		if k.state < outside {
 			m.fail(k, why)
 		}
-		m.kill(k)
+		k.state, k.deadline = killed, now.Add(m.cfg.Notice)
 	}
 	return m.step()
 }
@@ -304,6 +310,11 @@ func (m *Machine) Next() (next time.Time) {
 	if !m.readySince.IsZero() {
 		earlier(m.readySince.Add(m.patience()))
 	}
+	for _, k := range m.members {
+		if k.state == killed {
+			earlier(k.deadline)
+		}
+	}
 	for _, x := range m.excluded {
 		if !x.over && !x.until.IsZero() {
 			earlier(x.until)
@@ -334,7 +345,7 @@ func (m *Machine) title(k *member) string {
 // fail records that process k has failed, and excludes its slot or host.
 func (m *Machine) fail(k *member, how string) {
 	k.lost = how
-	if m.culprit == nil {
+	if m.culprit == nil && (k.state == active || m.roster == nil) {
 		m.culprit = &k.Member
 	}
 	if k.state != active {
@@ -379,7 +390,7 @@ func (m *Machine) unit(s Slot) Slot {
 }
 
 func (m *Machine) kill(k *member) {
-	k.state = killed
+	k.state, k.deadline = killed, time.Time{}
 	m.out.Kill = append(m.out.Kill, k.Member)
 }
 
@@ -387,11 +398,36 @@ func (m *Machine) note(format string, args ...any) {
 	m.out.Notes = append(m.out.Notes, fmt.Sprintf(format, args...))
 }
 
-// end ends the job, unless it has ended. If reason is empty, the job has succeeded.
+// end ends the job, unless it has ended. If the culprit is about to end, the job ends only afterwards. If
+// reason is empty, the job has succeeded.
 func (m *Machine) end(reason string, culprit *Member) {
-	if !m.ended {
-		m.ended = true
-		m.out.End = &End{Reason: reason, Culprit: culprit}
+	if m.ended {
+		return
+	}
+	if culprit != nil {
+		if k := m.find(*culprit); k != nil && k.mayEnd() {
+			m.held = true
+			return
+		}
+	}
+	for _, k := range m.members {
+		if k.mayEnd() {
+			m.kill(k)
+		}
+	}
+	m.ended = true
+	m.out.End = &End{Reason: reason, Culprit: culprit}
+}
+
+// mayEnd reports whether k is killed only at its deadline.
+func (k *member) mayEnd() bool { return k.state == killed && !k.deadline.IsZero() }
+
+// overdue kills the processes whose deadlines have passed.
+func (m *Machine) overdue() {
+	for _, k := range m.members {
+		if k.mayEnd() && !k.deadline.After(m.now) {
+			m.kill(k)
+		}
 	}
 }
 
@@ -425,10 +461,12 @@ func (m *Machine) usable() (slots []Slot) {
 // step decides what follows from all events so far.
 func (m *Machine) step() (out Output) {
 	over := m.ended && m.out.End == nil
+	m.held = false
 	if !m.ended {
+		m.overdue()
 		m.finish()
 	}
-	if !m.ended {
+	if !m.ended && !m.held {
 		m.start()
 		m.form()
 	}

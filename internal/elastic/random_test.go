@@ -55,7 +55,8 @@ func newRandomJob(seed uint64) *randomJob {
 		all: make(map[elastic.Member]bool), ranked: make(map[elastic.Member]bool),
 		synced: make(map[elastic.Member]bool)}
 	j.cfg = elastic.Config{Min: 1 + r.IntN(3), Timeout: time.Minute, StartTimeout: 10 * time.Second,
-		Settle: time.Second, ResetLimit: -1, ByHost: r.IntN(4) == 0, Random: r.Float64}
+		Settle: time.Second, Notice: time.Duration(r.IntN(3)) * 3 * time.Second,
+		ResetLimit: -1, ByHost: r.IntN(4) == 0, Random: r.Float64}
 	j.cfg.Start = j.cfg.Min + r.IntN(3)
 	if r.IntN(2) == 0 {
 		j.cfg.Max, j.cfg.Spares = j.cfg.Start+r.IntN(3), r.IntN(3)

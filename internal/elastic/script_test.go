@@ -162,6 +162,8 @@ func (p *player) config(words []string) elastic.Config {
 			c.ResetLimit = p.number(value)
 		case "timeout":
 			c.Timeout = p.duration(value)
+		case "notice":
+			c.Notice = p.duration(value)
 		case "by":
 			c.ByHost = value == "host"
 		case "cooldown":

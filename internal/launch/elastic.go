@@ -19,7 +19,7 @@ const MemberVariable = "HVD_MEMBER"
 // Elastic makes a job elastic: its ranks may die, leave and be added. Then Options.NP is the number of slots
 // that there must be at the start.
 type Elastic struct {
-	// Config says what the job wants. Run sets Start and Random.
+	// Config says what the job wants. Run sets Start, Notice and Random.
 	Config elastic.Config
 	// Discovery finds the hosts. The job fails if the first run of its program fails. If a later one fails,
 	// the hosts stay as they were. If Discovery is nil, the hosts are Options.Hosts.

@@ -162,8 +162,8 @@ roster 3; tell done; exit 0`)})
 func TestElasticHang(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	r := start(t, spec{NP: 2, Elastic: &elasticSpec{Min: 1, Folder: dir}, Command: elasticScript(dir,
-		`roster 1; case $me in *:1/1) kill -STOP $$;; esac; tell synced 1; tell failed ${me%:*}:1=1; roster 2; tell done`)})
+	r := start(t, spec{NP: 2, NoticeMS: 1, Elastic: &elasticSpec{Min: 1, Folder: dir}, Command: elasticScript(
+		dir, `roster 1; case $me in *:1/1) kill -STOP $$;; esac; tell synced 1; tell failed ${me%:*}:1=1; roster 2; tell done`)})
 	if got := r.wait(); got != 0 {
 		t.Errorf("got exit status %d, want 0", got)
 	}
@@ -275,6 +275,11 @@ func TestElasticFailures(t *testing.T) {
 		{"too many resets", spec{NP: 3}, elasticSpec{Min: 1, ResetLimit: 1}, "",
 			`roster 1; tell synced 1; case $me in *:2/*) exit 4;; esac; await never`, 4,
 			"the number of resets exceeds the limit of 0: rank 2 ("},
+		{"a rank reports its own failure", spec{NP: 1}, elasticSpec{Min: 1}, "",
+			`roster 1; tell synced 1; tell failed; exit 3`, 3,
+			"all ranks with the state of the training have ended: rank 0 ("},
+		{"a rank that has failed does not end", spec{NP: 1, NoticeMS: 1}, elasticSpec{Min: 1}, "",
+			`roster 1; tell synced 1; tell failed; await never`, 137, "killed by SIGKILL from hvdrun\n"},
 		{"discovery fails", spec{NP: 1, Hosts: "h1"}, elasticSpec{Min: 1, Discover: true}, "echo no cluster >&2; exit 3", "", 1,
 			"/hosts: exit status 3: no cluster"},
 		{"command not found", spec{NP: 1, Command: []string{"no-such-program"}}, elasticSpec{Min: 1}, "", "", 127,

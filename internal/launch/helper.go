@@ -229,7 +229,9 @@ func (h *helper) signal(s syscall.Signal) {
 	defer h.family.mu.Unlock()
 	switch s {
 	case unix.SIGINT, unix.SIGTERM, unix.SIGHUP:
-		h.sent = s
+		if !h.killed {
+			h.sent = s
+		}
 	case unix.SIGKILL:
 		h.sent, h.killed = s, true
 	}

@@ -310,7 +310,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		}
 	} else {
 		c := &o.Elastic.Config
-		c.Start, c.Random = o.NP, mathrand.Float64
+		c.Start, c.Notice, c.Random = o.NP, o.Notice, mathrand.Float64
 		if len(o.Hosts) == 0 && o.Elastic.Discovery == nil {
 			o.Hosts = []Host{{Name: self, Slots: max(o.NP, c.Max) + c.Spares}}
 		}
