@@ -120,7 +120,7 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 		return nil, usagef("--bind-to %s cannot be used in an elastic job, because the ranks of a host change", set.BindTo)
 	}
 	c := elastic.Config{Min: np, Timeout: set.ElasticTimeout, StartTimeout: set.StartTimeout,
-		Settle: settleTime, ResetLimit: e.resetLimit, Cooldown: e.cooldown}
+		Settle: settleTime, Answer: set.LivenessTimeout, ResetLimit: e.resetLimit, Cooldown: e.cooldown}
 	var err error
 	if e.min != "" {
 		if c.Min, err = strconv.Atoi(e.min); err != nil || c.Min < 1 || c.Min > np {

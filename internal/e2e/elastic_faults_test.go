@@ -466,6 +466,52 @@ func TestElasticSpare(t *testing.T) {
 	tellJob(t, j)
 }
 
+// TestElasticStoppedSpare stops the spare of an elastic job and kills a rank. The others do not wait for the
+// spare for the time limit of Init.
+func TestElasticStoppedSpare(t *testing.T) {
+	t.Parallel()
+	folder := t.TempDir()
+	j := startHvdrun(t, nil, []string{"-np", "2", "--min-np", "1", "--spares", "1", "--blacklist-cooldown-range",
+		"3600,3600"}, "elastic-steps", stateVariable+"=100000", folderVariable+"="+folder, "HVD_LIVENESS_SECONDS=3",
+		"HOROVOD_GLOO_TIMEOUT_SECONDS=3600")
+	before := j.awaitBegun(2)
+	const ready = " is ready as a spare"
+	j.untilError("a spare", func(text string) bool { return strings.Contains(text, ready) })
+	where, _, _ := strings.Cut(j.err(), ready)
+	slot := where[strings.LastIndex(where, ":")+1:]
+	spare := 0
+	for text := range strings.Lines(j.out()) {
+		if number, found := strings.CutPrefix(strings.TrimSpace(text), "["+slot+"]<stdout>:pid "); found {
+			spare, _ = strconv.Atoi(number)
+		}
+	}
+	if spare == 0 {
+		t.Fatalf("got no process ID of the spare at slot %s in %q", slot, j.out())
+	}
+	if err := unix.Kill(spare, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	for _, rank := range before {
+		if rank.pid != 0 {
+			if err := unix.Kill(rank.pid, unix.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+			break
+		}
+	}
+	j.awaitBegun(1)
+	if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	if want := "): did not answer within 3s when it became a rank\n"; !strings.Contains(j.err(), want) {
+		t.Errorf("got %q, want %q", j.err(), want)
+	}
+	tellJob(t, j)
+}
+
 // left returns the points at which no process has died yet.
 func left(folder string) []string {
 	names, _ := filepath.Glob(filepath.Join(folder, "die.*"))

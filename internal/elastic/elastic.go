@@ -145,6 +145,9 @@ type Config struct {
 	StartTimeout, Settle time.Duration
 	// Notice is how long a process that has failed, as ranks have found, may take to end by itself.
 	Notice time.Duration
+	// Answer is how long a process that becomes a rank of a job that trains may take to tell that it has got
+	// the roster, or 0 for any time. The other ranks wait for it meanwhile.
+	Answer time.Duration
 	// ResetLimit is how many rosters may follow the first one, or -1 for any number.
 	ResetLimit int
 	// ByHost says that the failure of a process excludes its host, as in Horovod, and ends the other

@@ -48,8 +48,8 @@ type member struct {
 	leaving string // why the process has asked to leave, or ""
 	lost    string // how the process has failed or ended before the training had returned in it, or ""
 	missed  bool   // done is set, but other ranks of the newest roster wait for the process
-	// deadline is the time until which a killed process may end by itself. It is killed afterwards. It is the
-	// zero time if there is none.
+	// deadline is the time by which an active process must have answered its first roster. A killed one may
+	// end by itself until then, and is killed afterwards. It is the zero time if there is none.
 	deadline time.Time
 }
 
@@ -106,15 +106,18 @@ func (m *Machine) Discovered(now time.Time, hosts []Host) Output {
 	return m.step()
 }
 
-// Ready tells that process p can become a rank.
+// Ready tells that process p can become a rank or, if it has become one, that it has got the roster.
 func (m *Machine) Ready(now time.Time, p Member) Output {
 	m.now = now
 	k := m.find(p)
-	if k != nil && k.state == starting {
+	switch {
+	case k != nil && k.state == starting:
 		k.state = waiting
 		if m.readySince.IsZero() {
 			m.readySince = now
 		}
+	case k != nil && k.state == active:
+		k.deadline = time.Time{}
 	}
 	out := m.step()
 	if !m.ended && k != nil && k.state == waiting && m.cfg.Spares > 0 && m.roster != nil &&
@@ -311,7 +314,7 @@ func (m *Machine) Next() (next time.Time) {
 		earlier(m.readySince.Add(m.patience()))
 	}
 	for _, k := range m.members {
-		if k.state == killed {
+		if k.state == active || k.state == killed {
 			earlier(k.deadline)
 		}
 	}
@@ -425,9 +428,13 @@ func (k *member) mayEnd() bool { return k.state == killed && !k.deadline.IsZero(
 // overdue kills the processes whose deadlines have passed.
 func (m *Machine) overdue() {
 	for _, k := range m.members {
-		if k.mayEnd() && !k.deadline.After(m.now) {
-			m.kill(k)
+		if k.deadline.IsZero() || k.deadline.After(m.now) || k.state != active && k.state != killed {
+			continue
 		}
+		if k.state == active {
+			m.fail(k, fmt.Sprintf("did not answer within %v when it became a rank", m.cfg.Answer))
+		}
+		m.kill(k)
 	}
 }
 
@@ -747,6 +754,9 @@ func (m *Machine) publish(ranks []*member, lost bool) {
 		case r.Rank(k.Member) >= 0:
 			if k.state == waiting {
 				k.since = r.Generation
+				if r.Generation > 1 && m.cfg.Answer > 0 {
+					k.deadline = m.now.Add(m.cfg.Answer)
+				}
 			}
 			k.state = active
 		case k.state == active:

@@ -56,6 +56,7 @@ func newRandomJob(seed uint64) *randomJob {
 		synced: make(map[elastic.Member]bool)}
 	j.cfg = elastic.Config{Min: 1 + r.IntN(3), Timeout: time.Minute, StartTimeout: 10 * time.Second,
 		Settle: time.Second, Notice: time.Duration(r.IntN(3)) * 3 * time.Second,
+		Answer:     time.Duration(r.IntN(3)) * 3 * time.Second,
 		ResetLimit: -1, ByHost: r.IntN(4) == 0, Random: r.Float64}
 	j.cfg.Start = j.cfg.Min + r.IntN(3)
 	if r.IntN(2) == 0 {

@@ -164,6 +164,8 @@ func (p *player) config(words []string) elastic.Config {
 			c.Timeout = p.duration(value)
 		case "notice":
 			c.Notice = p.duration(value)
+		case "answer":
+			c.Answer = p.duration(value)
 		case "by":
 			c.ByHost = value == "host"
 		case "cooldown":

@@ -288,6 +288,9 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 		waiting, stop := context.WithTimeout(ctx, limit)
 		roster, err := m.next(waiting)
 		stop()
+		if err == nil && !m.ranked && roster.Generation > 1 {
+			err = m.checkIn(ctx, false) // the others do not wait long for a process that does not answer
+		}
 		if err != nil {
 			return err
 		}
