@@ -506,7 +506,7 @@ func TestElasticStoppedSpare(t *testing.T) {
 	if status := j.wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d, want 0", status)
 	}
-	if want := "): did not answer within 3s when it became a rank\n"; !strings.Contains(j.err(), want) {
+	if want := "): did not answer hvdrun within 3s\n"; !strings.Contains(j.err(), want) {
 		t.Errorf("got %q, want %q", j.err(), want)
 	}
 	tellJob(t, j)

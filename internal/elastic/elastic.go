@@ -145,8 +145,8 @@ type Config struct {
 	StartTimeout, Settle time.Duration
 	// Notice is how long a process that has failed, as ranks have found, may take to end by itself.
 	Notice time.Duration
-	// Answer is how long a process that becomes a rank of a job that trains may take to tell that it has got
-	// the roster, or 0 for any time. The other ranks wait for it meanwhile.
+	// Answer is how long a process may take to tell that it has got a roster after the first one, in which it
+	// is a rank, or 0 for any time. The other ranks wait for it meanwhile.
 	Answer time.Duration
 	// ResetLimit is how many rosters may follow the first one, or -1 for any number.
 	ResetLimit int

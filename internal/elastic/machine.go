@@ -48,7 +48,7 @@ type member struct {
 	leaving string // why the process has asked to leave, or ""
 	lost    string // how the process has failed or ended before the training had returned in it, or ""
 	missed  bool   // done is set, but other ranks of the newest roster wait for the process
-	// deadline is the time by which an active process must have answered its first roster. A killed one may
+	// deadline is the time by which an active process must have answered the newest roster. A killed one may
 	// end by itself until then, and is killed afterwards. It is the zero time if there is none.
 	deadline time.Time
 }
@@ -106,7 +106,7 @@ func (m *Machine) Discovered(now time.Time, hosts []Host) Output {
 	return m.step()
 }
 
-// Ready tells that process p can become a rank or, if it has become one, that it has got the roster.
+// Ready tells that process p can become a rank or, if it is one, that it has got the newest roster.
 func (m *Machine) Ready(now time.Time, p Member) Output {
 	m.now = now
 	k := m.find(p)
@@ -428,13 +428,14 @@ func (k *member) mayEnd() bool { return k.state == killed && !k.deadline.IsZero(
 // overdue kills the processes whose deadlines have passed.
 func (m *Machine) overdue() {
 	for _, k := range m.members {
-		if k.deadline.IsZero() || k.deadline.After(m.now) || k.state != active && k.state != killed {
-			continue
+		switch {
+		case k.deadline.IsZero() || k.deadline.After(m.now):
+		case k.state == active && !k.done:
+			m.fail(k, fmt.Sprintf("did not answer hvdrun within %v", m.cfg.Answer))
+			m.kill(k)
+		case k.state == killed:
+			m.kill(k)
 		}
-		if k.state == active {
-			m.fail(k, fmt.Sprintf("did not answer within %v when it became a rank", m.cfg.Answer))
-		}
-		m.kill(k)
 	}
 }
 
@@ -754,11 +755,11 @@ func (m *Machine) publish(ranks []*member, lost bool) {
 		case r.Rank(k.Member) >= 0:
 			if k.state == waiting {
 				k.since = r.Generation
-				if r.Generation > 1 && m.cfg.Answer > 0 {
-					k.deadline = m.now.Add(m.cfg.Answer)
-				}
 			}
 			k.state = active
+			if r.Generation > 1 && m.cfg.Answer > 0 {
+				k.deadline = m.now.Add(m.cfg.Answer)
+			}
 		case k.state == active:
 			k.state = outside
 		}

@@ -37,8 +37,8 @@ const (
 	// Building says that the process has called Init, and that its program makes the model afterwards. If
 	// there is no roster yet, it is the same as Ready.
 	Building EventKind = "building"
-	// Ready says that the process can become a rank or, if it has become one of a job that trains, that it
-	// has got the roster.
+	// Ready says that the process can become a rank or, if it is one, that it has got a roster after the
+	// first.
 	Ready EventKind = "ready"
 	// Synced says that all ranks of the generation have the state of the training.
 	Synced EventKind = "synced"

@@ -110,6 +110,11 @@ func (m *Membership) follow(ctx context.Context) {
 		if err != nil {
 			return
 		}
+		if r.Generation > 1 && r.Rank(m.me) >= 0 {
+			// Without the answer the launcher takes this process for dead. If the connection is lost, the
+			// next call of Roster fails too.
+			_ = m.checkIn(ctx, false)
+		}
 	}
 }
 
@@ -288,9 +293,6 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 		waiting, stop := context.WithTimeout(ctx, limit)
 		roster, err := m.next(waiting)
 		stop()
-		if err == nil && !m.ranked && roster.Generation > 1 {
-			err = m.checkIn(ctx, false) // the others do not wait long for a process that does not answer
-		}
 		if err != nil {
 			return err
 		}
