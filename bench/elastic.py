@@ -8,7 +8,8 @@ The interpreter must have PyTorch and torchft (PyPI). Each system trains the sam
 processes get the same signals in the same order:
 
     gohvd     hvdrun and gohvd.torch.elastic, with a commit after each step
-    torchrun  DistributedDataParallel over gloo, --max-restarts, and a checkpoint in /dev/shm after each step
+    torchrun  DistributedDataParallel over gloo, --max-restarts, and a checkpoint in /dev/shm after each step. A step is
+              done when rank 0 has written the checkpoint, for which the others wait
     torchft   a lighthouse, and the allreduce of its Manager over gloo. This program starts a process again that has ended.
               The DistributedDataParallel of torchft 0.2.0 ends a process whose allreduce over gloo fails
 
@@ -21,7 +22,7 @@ least and the greatest value of
                between new steps that are longer than four usual steps, less a usual step for each
     all back   the seconds until a step with all ranks
     steps      the number of steps that were done again. The step during which the signal came is lost in all systems
-    processes  the number of processes that were started before all ranks were back
+    processes  the number of processes that were started before all ranks were back, also if they did no step
 """
 
 import argparse
@@ -29,7 +30,6 @@ import collections
 import contextlib
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -48,7 +48,7 @@ CALM_STEPS = 20
 
 
 class Record(NamedTuple):
-    """What a process writes after each step."""
+    """What a process writes after each step. When it starts, it writes one with step 0 and size 0."""
 
     time: float
     pid: int
@@ -121,6 +121,7 @@ def train_torchrun(folder):
         if dist.get_rank() == 0:
             torch.save((step, model.module.state_dict(), optimizer.state_dict()), checkpoint + ".new")
             os.replace(checkpoint + ".new", checkpoint)
+        dist.broadcast(torch.zeros(1), 0)
         record(folder, dist.get_rank(), dist.get_world_size(), step)
 
 
@@ -170,6 +171,7 @@ class Job:
         self.system, self.ranks, self.folder = system, ranks, folder
         self.output = open(os.path.join(folder, "output"), "ab")
         self.ending, self.started, self.supervisors = False, [], []
+        self.known, self.offset = [], 0  # the records that were read, and where the next ones begin
         me = [os.path.abspath(__file__), "rank", system, folder]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HVD_LIVENESS_SECONDS": str(LIMIT.seconds)}
         if system == "gohvd":
@@ -204,13 +206,20 @@ class Job:
                 break
 
     def records(self):
-        try:
-            with open(os.path.join(self.folder, "records"), encoding="utf-8") as file:
-                lines = file.read().split("\n")[:-1]
-        except FileNotFoundError:
-            return []
-        fields = [line.split() for line in lines]
-        return [Record(float(t), int(pid), int(rank), int(size), int(step)) for t, pid, rank, size, step in fields]
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, "records"), "rb") as file:
+            file.seek(self.offset)
+            lines = file.read().split(b"\n")[:-1]
+            self.offset += sum(len(line) + 1 for line in lines)
+            fields = [line.split() for line in lines]
+            self.known += [Record(float(t), int(pid), int(rank), int(size), int(step)) for t, pid, rank, size, step in fields]
+        return list(self.known)
+
+    def send_signal(self, pid, number):
+        """Sends a signal to a process that has written a record, if it still runs. Another one may have its number now."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if self.folder.encode() in file.read():
+                    os.kill(pid, number)
 
     def wait(self, what, found):
         """Waits until found, which gets the records, returns something that is true. Returns this and the records."""
@@ -232,9 +241,10 @@ class Job:
         for thread in self.supervisors:
             thread.join(40)
         # What a launcher left behind would disturb the next system.
-        for pid in {r.pid for r in self.records()} | {process.pid for process in self.started if process.poll() is None}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.started:
+            process.kill()
+        for pid in {r.pid for r in self.records()}:
+            self.send_signal(pid, signal.SIGKILL)
         self.output.close()
 
 
@@ -266,11 +276,10 @@ def inject(job, name, rank, delay):
     time.sleep(delay)
     victim = next(r.pid for r in reversed(job.records()) if r.rank == rank)
     fault = time.monotonic()
-    os.kill(victim, FAULTS[name])
+    job.send_signal(victim, FAULTS[name])
     if FAULTS[name] == signal.SIGSTOP:
         _, records = job.wait(f"gone on after {name}", lambda records: len(done_times(records, fault)) > CALM_STEPS)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+        job.send_signal(victim, signal.SIGKILL)
     _, records = job.wait(f"had all ranks again after {name}", calm(fault))
     return cost(records, fault, job.ranks, usual)
 
@@ -280,6 +289,7 @@ def cost(records, fault, ranks, usual):
     before = max(r.step for r in records if r.time <= fault)
     old = {r.pid for r in records if r.time <= fault}
     late = [r for r in records if r.time > fault]
+    new = min(r.step for r in late if r.step > before)  # not the next one if its checkpoint was written but no record
     back = whole(late, ranks, fault)
     pauses, last = [], fault
     for end in done_times(records, fault):
@@ -288,10 +298,10 @@ def cost(records, fault, ranks, usual):
         last = end
     counts = collections.Counter((r.pid, r.step) for r in records)
     return {
-        "stop": max(r.time for r in late if r.step == before + 1) - fault,
+        "stop": max(r.time for r in late if r.step == new) - fault,
         "lost": sum(pauses),
         "all back": max(r.time for r in late if r.step == back) - fault,
-        "steps": len({r.step for r in late if r.step <= before and (r.pid not in old or counts[r.pid, r.step] > 1)}),
+        "steps": len({r.step for r in late if 0 < r.step <= before and (r.pid not in old or counts[r.pid, r.step] > 1)}),
         "processes": len({r.pid for r in late} - old),
         "usual": usual,
     }
@@ -324,21 +334,20 @@ def main():
         choose = random.Random(o.seed)
         faults = ["SIGKILL", "SIGKILL to rank 0"] * o.deaths + ["SIGSTOP"] * o.hangs
         choose.shuffle(faults)
-        folder = tempfile.mkdtemp(prefix="gohvd-elastic-", dir="/dev/shm")
-        job, failure = Job(system, o.ranks, folder), ""
-        try:
-            for name in faults:
-                rank = 0 if name.endswith("0") else choose.randrange(1, o.ranks)
-                results.setdefault((name, system), []).append(inject(job, name, rank, choose.random()))
-        except RuntimeError as e:
-            failure = str(e)
-        finally:
-            job.end()
-        if failure:
-            with open(os.path.join(folder, "output"), encoding="utf-8", errors="replace") as file:
-                sys.stderr.write(file.read()[-5000:])
-            print(f"{system}: {failure}", flush=True)
-        shutil.rmtree(folder)
+        with tempfile.TemporaryDirectory(prefix="gohvd-elastic-", dir="/dev/shm") as folder:
+            job, failure = Job(system, o.ranks, folder), ""
+            try:
+                for name in faults:
+                    rank = 0 if name.endswith("0") else choose.randrange(1, o.ranks)
+                    results.setdefault((name, system), []).append(inject(job, name, rank, choose.random()))
+            except RuntimeError as e:
+                failure = str(e)
+            finally:
+                job.end()
+            if failure:
+                with open(os.path.join(folder, "output"), encoding="utf-8", errors="replace") as file:
+                    sys.stderr.write(file.read()[-5000:])
+                print(f"{system}: {failure}", flush=True)
     columns = ["stop", "lost", "all back", "steps", "processes", "usual"]
     print(f"{'':20}{'':10}{'n':>3}" + "".join(f"{column:>26}" for column in columns))
     for name in FAULTS:
@@ -353,6 +362,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
+        record(sys.argv[3], -1, 0, 0)
         globals()["train_" + sys.argv[2]](sys.argv[3])
     else:
         main()

@@ -50,12 +50,15 @@ class Folder(unittest.TestCase):
 
 class Elastic(unittest.TestCase):
     def test_cost(self):
-        """Rank 1 of 2 dies after step 3, of which the other rank loses the last two. A new process comes at step 6."""
+        """Rank 1 of 2 dies after step 3, of which the other rank loses the last two. Of two new processes
+        one comes at step 6.
+        """
         R = elastic.Record
         records = [R(step + pid / 100, pid, pid, 2, step) for step in (1, 2, 3) for pid in (0, 1)]
         records += [R(7, 0, 0, 1, 2), R(8, 0, 0, 1, 3), R(9, 0, 0, 1, 4), R(10, 0, 0, 1, 5), R(20, 0, 0, 2, 6), R(20.5, 9, 1, 2, 6)]
+        records += [R(11, pid, -1, 0, 0) for pid in (8, 9)]
         self.assertEqual(elastic.done_times(records, 3.5), [9, 10, 20.5])
-        want = {"stop": 5.5, "lost": 4.5 + 9.5, "all back": 17, "steps": 2, "processes": 1, "usual": 1}
+        want = {"stop": 5.5, "lost": 4.5 + 9.5, "all back": 17, "steps": 2, "processes": 2, "usual": 1}
         self.assertEqual(elastic.cost(records, 3.5, 2, 1), want)
 
 
