@@ -368,6 +368,17 @@ class Run(RanksTest):
         self.assertEqual(horovod.run(place, args=(0,)), [(0, 1, 0)])
         self.assertEqual(horovod.run(place, args=(0,), hosts="localhost:2", np=2), [(0, 2, 1), (1, 2, 1)])
 
+    def test_results_of_generations(self) -> None:
+        from gohvd import _results
+
+        old, last = [(3, 1, 2, "left early")], [(5, 0, 2, "a"), (5, 1, 2, "b")]
+        for outcomes in (old + last, last + old, [(6, 1, 3, "not all"), *last]):
+            self.assertEqual(_results.by_rank(outcomes, "hint"), ["a", "b"])
+        with self.assertRaisesRegex(RuntimeError, r"results only from ranks \[0, 2\] of 3: hint"):
+            _results.by_rank([(1, 2, 3, ""), (1, 0, 3, "")], "hint")
+        with self.assertRaisesRegex(RuntimeError, "no results: hint"):
+            _results.by_rank([], "hint")
+
     def test_a_function_of_the_main_module(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
             path = os.path.join(directory, "main.py")

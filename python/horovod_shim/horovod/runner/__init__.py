@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gohvd import _programs
+from gohvd import _programs, _results
 
 try:
     import cloudpickle as _pickler
@@ -59,8 +59,9 @@ def run(
 
     With use_mpi, hvdrun runs mpirun with the arguments mpi_args (docs/mpi.md).
 
-    The job is elastic (docs/elastic.md) if there is a host_discovery_script, or a min_num_proc that is not num_proc. Then
-    func calls a function that hvd.elastic.run has decorated, and the results are those of the ranks at the end.
+    The job is elastic (docs/elastic.md) with a host_discovery_script, a min_num_proc or a max_num_proc. It is not if
+    min_num_proc and max_num_proc are num_proc and there is no host_discovery_script. In an elastic job func calls a
+    function that hvd.elastic.run has decorated, and the results are those of the ranks at the end.
 
     Raises RuntimeError with the errors of the ranks if the job has failed. disable_cache and use_gloo have no effect.
     """
@@ -106,26 +107,19 @@ def run(
         command += [executable or sys.executable, "-m", "horovod.runner.rank", directory]
         path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
         status = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
-        return _results(directory, status)
+        return _collect(directory, status)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _results(directory: str, status: int) -> list[Any]:
-    by_size: dict[int, dict[int, Any]] = {}
-    errors = []
+def _collect(directory: str, status: int) -> list[Any]:
+    outcomes, errors = [], []
     for name in os.listdir(directory):
         with open(os.path.join(directory, name), "rb") as f:
             if name.startswith("error."):
                 errors.append(f.read().decode())
             if name.startswith("result."):
-                rank, size, value = pickle.load(f)
-                by_size.setdefault(size, {})[rank] = value
+                outcomes.append(pickle.load(f))
     if status != 0:
         raise RuntimeError(f"gohvd: run: hvdrun ended with status {status}\n" + "\n".join(sorted(errors)))
-    # In an elastic job, a rank may have returned sooner than the others, when there were more ranks.
-    for size, results in by_size.items():
-        if len(results) == size:
-            return [results[rank] for rank in range(size)]
-    ranks = sorted({rank for results in by_size.values() for rank in results})
-    raise RuntimeError(f"gohvd: run: got results only from ranks {ranks}: check that all hosts share {directory}")
+    return _results.by_rank(outcomes, f"check that all hosts share {directory}")

@@ -9,17 +9,8 @@ import sys
 import tempfile
 import traceback
 
+from gohvd import _results
 from horovod.runner import _pickler
-
-
-def place() -> tuple[int, int]:
-    """Returns the rank of this process and the number of ranks. In an elastic job they are those at the end."""
-    if "HOROVOD_RANK" in os.environ:
-        return int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    engine = sys.modules.get("gohvd._engine")
-    if engine is None or engine.engine.last_place is None:
-        raise RuntimeError("the function has not called hvd.init(): in an elastic job, every process must become a rank")
-    return engine.engine.last_place.rank, engine.engine.last_place.size
 
 
 def main(directory: str) -> int:
@@ -29,7 +20,7 @@ def main(directory: str) -> int:
             multiprocessing.spawn.prepare(pickle.load(f))
             func, args, kwargs = pickle.load(f)
         value = func(*args, **kwargs)
-        data = _pickler.dumps((*place(), value))
+        data = _pickler.dumps((*_results.place(), value))
         prefix = "result."
     except Exception:
         error = traceback.format_exc()
