@@ -199,6 +199,8 @@ class SparkTest(Bounded):
             import horovod.spark.torch
         with self.assertRaisesRegex(ImportError, "no run_elastic, because .*: use run, "):
             from horovod.spark import run_elastic  # noqa: F401
+        with self.assertRaisesRegex(AttributeError, "no run_elastic, because "):  # an error for which hasattr is False
+            horovod.spark.run_elastic
 
 
 class OutputTest(Bounded):

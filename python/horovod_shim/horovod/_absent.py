@@ -11,6 +11,10 @@ _ESTIMATOR = (
     "gohvd has no estimators: write the data frame to Parquet files, and train in a function that reads them and that "
     "gohvd.spark.run calls"
 )
+NO_RUN_ELASTIC = (
+    "gohvd has no run_elastic, because Spark can neither go on without a task of a stage in barrier mode nor add one: use "
+    "run, which Spark starts again after a failure, or hvdrun --min-np, or gohvd.ray.ElasticRayExecutor"
+)
 _INSTEAD: dict[str, str] = {
     "horovod.tensorflow": _FRAMEWORK,
     "horovod.keras": _FRAMEWORK,
@@ -20,6 +24,7 @@ _INSTEAD: dict[str, str] = {
     "horovod.spark.keras": _ESTIMATOR,
     "horovod.spark.lightning": _ESTIMATOR,
     "horovod.spark.common": _ESTIMATOR,
+    "horovod.spark.run_elastic": NO_RUN_ELASTIC,  # "from horovod.spark import run_elastic" looks for a module too
 }
 
 
