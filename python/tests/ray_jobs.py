@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import pathlib
 import signal
@@ -43,6 +44,17 @@ def fail_at(rank: int, how: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError(f"no data at rank {hvd.rank()}")
     return hvd.allreduce(np.ones(4))
+
+
+def end_without_result() -> int:
+    """Trains, and then ends the process of rank 1."""
+    hvd.init()
+    gohvd.elastic.run(gohvd.elastic.State.commit)(gohvd.elastic.ObjectState(lambda values: values, hvd.rank))
+    rank = hvd.rank()
+    hvd.shutdown()
+    if rank == 1:
+        os._exit(0)
+    return rank
 
 
 def run_until_killed(pids: str) -> None:
@@ -257,7 +269,7 @@ class RayTest(RayCluster):
         executor = RayExecutor(RayExecutor.create_settings(timeout_s=5, nics=[ISOLATED]), num_hosts=2)
         self.addCleanup(executor.shutdown)
         executor.start()
-        with self.assertRaisesRegex(HorovodInternalError, r"198\.51\.100\."):
+        with self.assertRaisesRegex(HorovodInternalError, r"198\.51\.100\.|waiting for rank 1"):
             executor.run(place)
 
     def test_missing_secret(self) -> None:
@@ -301,8 +313,20 @@ class RayTest(RayCluster):
                     )
 
     def test_elastic_exception(self) -> None:
-        with self.assertRaisesRegex(RuntimeError, r"(?s)exit status \d+\): Traceback.*in fail_at.*ValueError: no data at rank 0"):
-            self.elastic(1, 1).run(functools.partial(fail_at, 0, "raise"))
+        with self.assertRaisesRegex(RuntimeError, r"(?s)exit status \d+\): hvdrun: all ranks .*\nTraceback.*in fail_at.*no data at rank 0"):
+            self.elastic(2, 2).run(functools.partial(fail_at, 0, "raise"))
+
+    def test_elastic_missing_result(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, r"got results only from ranks \[0\] of 2: processes have ended without one"):
+            self.elastic(2, 2).run(end_without_result)
+        with self.assertRaisesRegex(RuntimeError, "the function has not called hvd.init"):
+            self.elastic(1, 1).run(os.getpid)
+
+    def test_elastic_second_agent(self) -> None:
+        executor, answer = self.elastic(), io.BytesIO()
+        executor._hosts[HOSTS[0]] = gohvd.ray.elastic._Host(None, None, 1, 0.0, busy=True)
+        executor._serve([f"ray@{HOSTS[0]}", "hvdrun"], None, answer)
+        self.assertIn(b"the last agent on this node has not ended", answer.getvalue())
 
     def test_elastic_bad_input(self) -> None:
         with self.assertRaisesRegex(RuntimeError, r"waiting for slots: got \d, want at least 5, after 2s"):

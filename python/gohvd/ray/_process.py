@@ -16,21 +16,22 @@ def main(folder: str) -> None:
 
     import ray.cloudpickle
 
-    from gohvd import _engine, elastic
+    from gohvd import _results, elastic
+    from gohvd.exceptions import HorovodInternalError
 
-    def note(result: object, error: str | None) -> None:
-        """Writes the result for the program that has started the job."""
-        rank = _engine.engine.place().rank if _engine.engine.initialized() else None
-        outcome = elastic._progress().generation, rank, os.environ["HVD_MEMBER"], result, error
+    def note(result: object, error: object) -> None:
+        """Writes the result or the error for the program that has started the job."""
         path = os.path.join(folder, f"outcome.{os.getpid()}")
         with open(path + ".new", "wb") as file:
-            ray.cloudpickle.dump(outcome, file)
+            ray.cloudpickle.dump((result, error), file)
         os.rename(path + ".new", path)
 
     try:
-        note(ray.cloudpickle.loads(function)(), None)
-    except Exception:
-        note(None, traceback.format_exc())
+        value = ray.cloudpickle.loads(function)()
+        note((*_results.place(), value), None)
+    except Exception as e:
+        is_cause = not isinstance(e, HorovodInternalError)  # the others are often the errors of other ranks
+        note(None, (elastic._progress().generation, is_cause, traceback.format_exc()))
         raise
 
 

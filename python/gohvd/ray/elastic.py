@@ -28,7 +28,7 @@ import ray.cloudpickle
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .. import __version__, _meeting, _programs
+from .. import __version__, _meeting, _programs, _results
 
 __all__ = ["ElasticRayExecutor", "RayHostDiscovery"]
 
@@ -131,6 +131,8 @@ class _Host:
     """The reference to the actor's version of gohvd. It is ready when the actor has started."""
     slots: int
     began: float
+    busy: bool = False
+    """Whether an agent has been started in the actor."""
 
 
 class ElasticRayExecutor:
@@ -172,7 +174,8 @@ class ElasticRayExecutor:
         self._lock = threading.Lock()  # of the fields below
         self._hosts: dict[str, _Host] = {}
         self._outcomes: list[bytes] = []
-        self._refusal = ""
+        self._trouble = ""  # the newest error of an agent, if none has started since
+        self._ended = False
         self._function = b""
 
     def start(self) -> None:
@@ -186,26 +189,30 @@ class ElasticRayExecutor:
     def run(self, worker_fn: Callable[[], Any]) -> list[Any]:
         """Calls worker_fn at each rank, and returns the results of the ranks at the end of the job, by rank.
 
-        Raises RuntimeError if the job fails, with the traceback of the first rank that has raised an exception.
+        Raises RuntimeError if the job fails, with hvdrun's reason and the traceback of a rank, or if results are missing.
         """
         self.start()
-        self._hosts, self._outcomes, self._refusal = {}, [], ""
+        self._hosts, self._outcomes, self._trouble, self._ended = {}, [], "", False
         self._function = ray.cloudpickle.dumps(worker_fn)
         with tempfile.TemporaryDirectory(prefix="gohvd") as folder:
             server = _Server(os.path.join(folder, "socket"), self._serve)
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
             try:
-                end = self._launch(folder)
-                server.wait(_END_SECONDS)  # for the outcomes
+                try:
+                    end = self._launch(folder)
+                finally:
+                    server.wait(_END_SECONDS + _CALL_SECONDS)  # for the end of the agents and the outcomes
             finally:
-                for host in list(self._hosts.values()):
-                    ray.kill(host.actor)
+                with self._lock:
+                    self._ended = True
+                    for host in self._hosts.values():
+                        ray.kill(host.actor)
                 server.shutdown()
                 server.server_close()
-        return self._results(*end)
+        return self._collect(*end)
 
     def _launch(self, folder: str) -> tuple[int, str]:
-        """Runs hvdrun, and returns its exit status and the last line that it has printed itself."""
+        """Runs hvdrun, and returns its exit status and the last line that it has printed itself before its report."""
         script = os.path.join(folder, "relay")
         relay = [sys.executable, "-I", "-S", _beside("_relay.py"), os.path.join(folder, "socket")]
         pathlib.Path(script).write_text(f'exec {shlex.join(relay)} "$@"\n')
@@ -236,11 +243,13 @@ class ElasticRayExecutor:
         last = [""]
 
         def copy(source: IO[str], to: IO[str]) -> None:
+            report = False
             with source:
                 for line in source:
                     to.write(line)
                     to.flush()
-                    if line.startswith("hvdrun: "):
+                    report |= line.startswith("-----")
+                    if line.startswith("hvdrun: ") and not report:
                         last[0] = line.strip()
 
         copies = [
@@ -263,17 +272,16 @@ class ElasticRayExecutor:
                 process.wait()
             raise
 
-    def _results(self, status: int, line: str) -> list[Any]:
+    def _collect(self, status: int, line: str) -> list[Any]:
         found = [pickle.loads(outcome) for outcome in self._outcomes]
+        outcomes = [outcome for outcome, _ in found if outcome is not None]
+        errors = [error for _, error in found if error is not None]
+        traceback = max(errors, key=lambda error: error[:2])[-1] if errors else ""  # of the newest generation
+        reasons = [reason for reason in (self._trouble, traceback) if reason]
         if status != 0:
-            errors = [error for *_, error in sorted(found, key=lambda o: o[0]) if error is not None]
-            reason = errors[0] if errors else self._refusal or line
-            raise RuntimeError(f"gohvd: the elastic job on Ray has failed (exit status {status}): {reason}")
-        done = [outcome for outcome in found if outcome[-1] is None]
-        last = max((generation for generation, *_ in done), default=0)
-        # A process that has called shutdown does not know its rank.
-        done = sorted((o for o in done if o[0] == last), key=lambda o: (o[1] is None, o[1] or 0, o[2]))
-        return [result for _, _, _, result, _ in done]
+            text = "\n".join([line, *reasons])
+            raise RuntimeError(f"gohvd: the elastic job on Ray has failed (exit status {status}): {text}")
+        return _results.by_rank(outcomes, "\n".join(reasons) or "processes have ended without one")
 
     def _serve(self, words: list[str], incoming: Any, outgoing: Any) -> None:
         """Serves a process of _relay.py with its words."""
@@ -289,22 +297,26 @@ class ElasticRayExecutor:
         name = words[0].removeprefix(_USER).strip("[]")
         with self._lock:
             host = self._hosts.get(name)
-        if host is None:
-            answer("the actor on this node has ended")
-            return
+            if host is None or host.busy:
+                answer("the actor on this node has ended" if host is None else "the last agent on this node has not ended")
+                return
+            host.busy = True
         try:
-            _meeting.check_versions(__version__, [ray.get(host.version, timeout=_CALL_SECONDS)], [name])
-            ray.get(host.actor.start.remote(words[2:], self._function), timeout=_CALL_SECONDS)
-        except Exception as e:
-            self._refusal = str(e)
-            answer(self._refusal)
-        else:
-            answer(None)
-            self._carry(host, name, incoming, outgoing)
-        with self._lock:
-            if self._hosts.get(name) is host:
-                del self._hosts[name]  # the next discovery asks for another actor there
-        ray.kill(host.actor)
+            try:
+                _meeting.check_versions(__version__, [ray.get(host.version, timeout=_CALL_SECONDS)], [name])
+                ray.get(host.actor.start.remote(words[2:], self._function), timeout=_CALL_SECONDS)
+            except Exception as e:
+                self._trouble = str(e)
+                answer(self._trouble)
+            else:
+                self._trouble = ""
+                answer(None)
+                self._carry(host, name, incoming, outgoing)
+        finally:
+            with self._lock:
+                if self._hosts.get(name) is host:
+                    del self._hosts[name]  # the next discovery asks for another actor there
+            ray.kill(host.actor)
 
     def _carry(self, host: _Host, name: str, incoming: Any, outgoing: Any) -> None:
         """Copies between hvdrun and its agent until the agent ends, and then keeps the outcomes of its processes."""
@@ -323,7 +335,8 @@ class ElasticRayExecutor:
                     outgoing.write(data)
             outcomes = ray.get(host.actor.outcomes.remote(), timeout=_CALL_SECONDS)
         except ray.exceptions.RayError as e:
-            print(f"gohvd: the actor for the ranks on {name} has failed: {e}", file=sys.stderr)
+            self._trouble = f"the actor for the ranks on {name} has failed: {e}"
+            print(f"gohvd: {self._trouble}", file=sys.stderr)
             return
         with self._lock:
             self._outcomes += outcomes
