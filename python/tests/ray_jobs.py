@@ -46,6 +46,13 @@ def fail_at(rank: int, how: str) -> Any:
     return hvd.allreduce(np.ones(4))
 
 
+def facts() -> tuple[tuple[int, ...], str, str | None]:
+    """Returns the place in the job, which the process then leaves, and variables of the process."""
+    mine = place()
+    hvd.shutdown()
+    return mine[:2], os.environ["OMP_NUM_THREADS"], os.environ.get("LD_LIBRARY_PATH")
+
+
 def end_without_result() -> int:
     """Trains, and then ends the process of rank 1."""
     hvd.init()
@@ -55,6 +62,23 @@ def end_without_result() -> int:
     if rank == 1:
         os._exit(0)
     return rank
+
+
+def left_behind(pids: str) -> bool:
+    """Returns whether the folder of an agent is left that runs run_until_killed(pids)."""
+    for job in pathlib.Path(tempfile.gettempdir()).glob("gohvd*/job"):
+        with contextlib.suppress(FileNotFoundError):
+            if pids.encode() in job.read_bytes():
+                return True
+    return False
+
+
+@ray.remote(num_cpus=1)
+class Other:
+    """Holds a CPU."""
+
+    def ready(self) -> None:
+        pass
 
 
 def run_until_killed(pids: str) -> None:
@@ -146,6 +170,7 @@ class RayCluster(Bounded):
         cls.addClassCleanup(stack.close)
         home = stack.enter_context(tempfile.TemporaryDirectory())  # for Ray's token
         stack.enter_context(unittest.mock.patch.dict(os.environ, HOME=home))
+        os.environ.pop("OMP_NUM_THREADS", None)  # so that Ray sets it
         inside = stack.enter_context(two_hosts())
         cls.address = f"{HOSTS[0]}:6399"
         cls.start_node = (*inside, *ray_start(HOSTS[1]), "--address", cls.address)  # type: ignore[attr-defined]
@@ -244,6 +269,8 @@ class RayTest(RayCluster):
         self.assertEqual(found(cpus_per_slot=2).find_available_hosts_and_slots(), dict.fromkeys(HOSTS, 1))
 
     def test_arguments(self) -> None:
+        for create_settings in RayExecutor.create_settings, ElasticRayExecutor.create_settings:
+            self.assertEqual(create_settings(nics="eth0"), create_settings(nics=["eth0"]))
         for args in {}, {"num_workers": 1, "num_hosts": 1}, {"num_workers": 0}, {"num_workers": 1, "gpus_per_worker": 1}:
             self.assertRaises(ValueError, RayExecutor, None, **args)
 
@@ -266,7 +293,7 @@ class RayTest(RayCluster):
                 self.assertNotIn(secret, file.read_bytes(), file)
 
     def test_no_route_between_ranks(self) -> None:
-        executor = RayExecutor(RayExecutor.create_settings(timeout_s=5, nics=[ISOLATED]), num_hosts=2)
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=5, nics=ISOLATED), num_hosts=2)
         self.addCleanup(executor.shutdown)
         executor.start()
         with self.assertRaisesRegex(HorovodInternalError, r"198\.51\.100\.|waiting for rank 1"):
@@ -311,16 +338,32 @@ class RayTest(RayCluster):
                         lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in processes),
                         "processes of the job are left",
                     )
+                    self.wait_until(lambda: not left_behind(pids), "the folder of an agent is left")
 
     def test_elastic_exception(self) -> None:
         with self.assertRaisesRegex(RuntimeError, r"(?s)exit status \d+\): hvdrun: all ranks .*\nTraceback.*in fail_at.*no data at rank 0"):
             self.elastic(2, 2).run(functools.partial(fail_at, 0, "raise"))
+
+    def test_elastic_results(self) -> None:
+        with tempfile.TemporaryDirectory() as top, contextlib.ExitStack() as stack:
+            folder = pathlib.Path(top, "a folder " + "x" * 100)
+            folder.mkdir()
+            stack.enter_context(unittest.mock.patch.object(tempfile, "tempdir", str(folder)))
+            stack.enter_context(unittest.mock.patch.dict(os.environ, LD_LIBRARY_PATH="/of/the/program"))
+            self.assertEqual(self.elastic(4, 4).run(facts), [((rank, 4), "1", None) for rank in range(4)])
 
     def test_elastic_missing_result(self) -> None:
         with self.assertRaisesRegex(RuntimeError, r"got results only from ranks \[0\] of 2: processes have ended without one"):
             self.elastic(2, 2).run(end_without_result)
         with self.assertRaisesRegex(RuntimeError, "the function has not called hvd.init"):
             self.elastic(1, 1).run(os.getpid)
+
+    def test_elastic_beside_another_actor(self) -> None:
+        """Two CPUs of one node and one of the other are free."""
+        other = Other.remote()
+        self.addCleanup(ray.kill, other)
+        ray.get(other.ready.remote())
+        self.assertEqual([result[:2] for result in self.elastic(3).run(place)], [(rank, 3) for rank in range(3)])
 
     def test_elastic_second_agent(self) -> None:
         executor, answer = self.elastic(), io.BytesIO()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .. import __version__, _engine, _exit, _meeting
 from ..exceptions import HorovodInternalError, PeerError
-from .elastic import ElasticRayExecutor, RayHostDiscovery
+from .elastic import ElasticRayExecutor, RayHostDiscovery, joined
 
 __all__ = ["ElasticRayExecutor", "RayExecutor", "RayHostDiscovery", "TorchConfig"]
 
@@ -42,7 +42,7 @@ class Settings:
 
     timeout_s: float = 30
     placement_group_timeout_s: float = 100
-    nics: Sequence[str] = ()
+    nics: str = ""
 
 
 class _Worker:
@@ -94,13 +94,13 @@ class RayExecutor:
     @staticmethod
     def create_settings(
         timeout_s: float = 30, ssh_identity_file: str | None = None, ssh_str: str | None = None,
-        placement_group_timeout_s: float = 100, nics: Sequence[str] | None = None,
+        placement_group_timeout_s: float = 100, nics: str | Iterable[str] | None = None,
     ) -> Settings:  # fmt: skip
         """Returns settings. All ranks must have joined timeout_s seconds after the first ``hvd.init()``, and the cluster
         must have found places for the workers within placement_group_timeout_s. nics are network interfaces, as for
         HOROVOD_GLOO_IFACE. Nothing uses ssh.
         """
-        return Settings(timeout_s, placement_group_timeout_s, nics or ())
+        return Settings(timeout_s, placement_group_timeout_s, joined(nics))
 
     def __init__(
         self, settings: Settings | None = None, num_workers: int | None = None, num_hosts: int | None = None,
@@ -145,7 +145,7 @@ class RayExecutor:
         if ray.util.client.ray.is_connected():
             raise RuntimeError(
                 "gohvd: the workers cannot reach a driver that uses Ray Client: submit the program with ray job submit, or "
-                "make the executor in a remote function"
+                "make the executor in a remote function with num_cpus=0"
             )
         bundle = {kind: n * self._per_bundle for kind, n in self._resources.items() if n}
         bundles = [bundle] * (self.num_workers // self._per_bundle)
@@ -188,7 +188,7 @@ class RayExecutor:
         for rank, (worker, host) in enumerate(zip(self._workers, self._hosts)):
             env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self._settings.timeout_s)}
             if self._settings.nics:
-                env["HOROVOD_GLOO_IFACE"] = ",".join(self._settings.nics)
+                env["HOROVOD_GLOO_IFACE"] = self._settings.nics
             if gpus[rank]:  # NCCL connects GPUs of a host that all its processes see
                 here = (gpu for g, h in zip(gpus, self._hosts) if h == host for gpu in g)
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(here))

@@ -20,10 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import ray
+import ray._private.state
 import ray.cloudpickle
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -35,10 +36,12 @@ __all__ = ["ElasticRayExecutor", "RayHostDiscovery"]
 # How long a call of an actor that has started may take, and how long the end of a job may take.
 _CALL_SECONDS = 60.0
 _END_SECONDS = 30.0
-# If Ray has not started the actor of a node after this time, other nodes are tried too.
+# If Ray has not started the actor of a node after this time, other nodes are tried too, and fewer slots of this one.
 _BUSY_SECONDS = 10.0
 # hvdrun would run the ranks of a host that has an address of its own host itself. A name with a user is never its own.
 _USER = "ray@"
+# Removes a folder when the process that holds the other end of the pipe at standard input ends, also if it is killed.
+_REMOVE_AT_END = 'exec 3<&0; (cat <&3; exec rm -rf "$0") &'
 # Starts hvdrun so that it ends when the thread that waits for it ends, also if this program is killed.
 _WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
@@ -55,7 +58,7 @@ class Settings:
     reset_limit: int | None = None
     elastic_timeout: float = 600
     timeout_s: float = 30
-    nics: Sequence[str] = ()
+    nics: str = ""
     verbose: bool = False
 
 
@@ -67,23 +70,30 @@ class RayHostDiscovery:
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Returns the number of slots by the address of the node, also if other jobs use them."""
-        return {address: slots for address, (slots, _) in self._nodes().items()}
+        return {address: slots for address, (slots, _, _) in self._nodes().items()}
 
-    def _nodes(self) -> dict[str, tuple[int, str]]:
-        """Returns the number of slots and the node's ID by the address of the node."""
-        found = {}
-        for node in ray.nodes():
-            slots = min(int(node["Resources"].get(kind, 0) // n) for kind, n in self._per_slot.items() if n)
-            if node["Alive"] and slots:
-                found[node["NodeManagerAddress"]] = slots, node["NodeID"]
-        return found
+    def _nodes(self) -> dict[str, tuple[int, int, str]]:
+        """Returns the number of slots, how many of them are free, and the node's ID by the address of the node."""
+
+        def slots(resources: dict[str, float]) -> int:
+            return min(int(resources.get(kind, 0) // n) for kind, n in self._per_slot.items() if n)
+
+        free = ray._private.state.available_resources_per_node()
+        return {
+            node["NodeManagerAddress"]: (slots(node["Resources"]), slots(free.get(node["NodeID"], {})), node["NodeID"])
+            for node in ray.nodes()
+            if node["Alive"] and slots(node["Resources"])
+        }
 
 
 class _Agent:
     """The Ray actor of a node. The calls of its methods run in several threads."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, cpus_per_slot: int) -> None:
         self._name = f"gohvd's agent for {slots} ranks"
+        self._threads = {}
+        if os.environ.get("OMP_NUM_THREADS") == str(slots * cpus_per_slot):  # Ray has set it for one process with all CPUs
+            self._threads = {"OMP_NUM_THREADS": str(cpus_per_slot)}
 
     def __repr__(self) -> str:
         return self._name
@@ -93,10 +103,13 @@ class _Agent:
 
     def start(self, words: Sequence[str], function: bytes) -> None:
         """Starts the agent with the words of its command, for processes that call a pickled function."""
-        self._folder = tempfile.TemporaryDirectory(prefix="gohvd")
-        pathlib.Path(self._folder.name, "job").write_bytes(pickle.dumps((os.getcwd(), sys.path, function)))
-        process = [sys.executable, _beside("_process.py"), self._folder.name]
-        env = os.environ | {"GOHVD_RAY_PROCESS": f"exec {shlex.join(process)}"}
+        folder = tempfile.mkdtemp(prefix="gohvd")
+        self._remover = subprocess.Popen(["/bin/sh", "-c", _REMOVE_AT_END, folder], stdin=subprocess.PIPE, start_new_session=True)
+        self._remover.wait()
+        self._folder = pathlib.Path(folder)
+        (self._folder / "job").write_bytes(pickle.dumps((os.getcwd(), sys.path, function)))
+        process = [sys.executable, _beside("_process.py"), folder]
+        env = os.environ | self._threads | {"GOHVD_RAY_PROCESS": f"exec {shlex.join(process)}"}
         self._process = subprocess.Popen(
             [_programs.path_of_hvdrun(), *words], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -115,9 +128,7 @@ class _Agent:
     def outcomes(self) -> list[bytes]:
         """Returns what the processes have noted, after the end of the agent."""
         self._process.wait()
-        with self._folder:
-            paths = pathlib.Path(self._folder.name).glob("outcome.*")
-            return [path.read_bytes() for path in paths if path.suffix != ".new"]
+        return [path.read_bytes() for path in self._folder.glob("outcome.*") if path.suffix != ".new"]
 
 
 def _beside(name: str) -> str:
@@ -143,7 +154,7 @@ class ElasticRayExecutor:
     @staticmethod
     def create_settings(
         min_num_proc: int = 1, max_num_proc: int | None = None, reset_limit: int | None = None, elastic_timeout: float = 600,
-        timeout_s: float = 30, ssh_identity_file: str | None = None, nics: Sequence[str] | None = None,
+        timeout_s: float = 30, ssh_identity_file: str | None = None, nics: str | Iterable[str] | None = None,
         min_np: int | None = None, max_np: int | None = None, verbose: bool = False,
     ) -> Settings:  # fmt: skip
         """Returns settings. The training pauses with fewer than min_num_proc ranks, for at most elastic_timeout seconds, and
@@ -152,7 +163,7 @@ class ElasticRayExecutor:
         HOROVOD_GLOO_IFACE. Nothing uses ssh.
         """
         return Settings(
-            min_np or min_num_proc, max_np or max_num_proc, reset_limit, elastic_timeout, timeout_s, nics or (), verbose
+            min_np or min_num_proc, max_np or max_num_proc, reset_limit, elastic_timeout, timeout_s, joined(nics), verbose
         )
 
     def __init__(
@@ -183,7 +194,7 @@ class ElasticRayExecutor:
         if ray.util.client.ray.is_connected():
             raise RuntimeError(
                 "gohvd: the workers cannot reach a driver that uses Ray Client: submit the program with ray job submit, or "
-                "make the executor in a remote function"
+                "make the executor in a remote function with num_cpus=0"
             )
 
     def run(self, worker_fn: Callable[[], Any]) -> list[Any]:
@@ -194,7 +205,8 @@ class ElasticRayExecutor:
         self.start()
         self._hosts, self._outcomes, self._trouble, self._ended = {}, [], "", False
         self._function = ray.cloudpickle.dumps(worker_fn)
-        with tempfile.TemporaryDirectory(prefix="gohvd") as folder:
+        # Not in TMPDIR: the path of a socket must be short, and hvdrun splits the command of its agent at spaces.
+        with tempfile.TemporaryDirectory(prefix="gohvd", dir="/tmp") as folder:
             server = _Server(os.path.join(folder, "socket"), self._serve)
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
             try:
@@ -214,10 +226,12 @@ class ElasticRayExecutor:
     def _launch(self, folder: str) -> tuple[int, str]:
         """Runs hvdrun, and returns its exit status and the last line that it has printed itself before its report."""
         script = os.path.join(folder, "relay")
-        relay = [sys.executable, "-I", "-S", _beside("_relay.py"), os.path.join(folder, "socket")]
+        python = ["/usr/bin/env", *_loader_path(os.environ), sys.executable, "-I", "-S"]
+        relay = [*python, _beside("_relay.py"), os.path.join(folder, "socket")]
         pathlib.Path(script).write_text(f'exec {shlex.join(relay)} "$@"\n')
         s = self._settings
         words = [
+            "/usr/bin/env", "-u", "LD_LIBRARY_PATH", *_loader_path(self._env),
             _programs.path_of_hvdrun(), "-np", str(s.min_num_proc), "--min-np", str(s.min_num_proc),
             "--elastic-timeout", f"{s.elastic_timeout:g}", "--start-timeout", f"{s.timeout_s:g}",
             "--host-discovery-script", f"/bin/sh {shlex.quote(script)}", "--agent", f"/bin/sh {script} {{host}}",
@@ -227,14 +241,14 @@ class ElasticRayExecutor:
         if s.reset_limit is not None:
             words += ["--reset-limit", str(s.reset_limit)]
         if s.nics:
-            words += ["--network-interfaces", ",".join(s.nics)]
+            words += ["--network-interfaces", s.nics]
         if s.verbose:
             words += ["--verbose"]
         # Other variables of this program would replace those of the nodes.
         own = ("HOROVOD_", "HVD_", "XDG_")
         env = {k: v for k, v in os.environ.items() if k.startswith(own) or k in ("HOME", "USER", "TMPDIR")} | self._env
         words += ["/bin/sh", "-c", 'eval "$GOHVD_RAY_PROCESS"']
-        command = [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), *words]
+        command = [*python, "-c", _WITH_PARENT, str(os.getpid()), *words]
         # The agents of other hosts run in the working directory of hvdrun. It must be there too.
         process = subprocess.Popen(
             command, env=env, cwd="/", start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -344,37 +358,56 @@ class ElasticRayExecutor:
     def _find(self) -> dict[str, int]:
         """Returns the slots of the nodes whose actors have started, and asks Ray for actors on others."""
         nodes = self._discovery._nodes()
-        limit = self._settings.max_num_proc or sum(slots for slots, _ in nodes.values())
+        limit = self._settings.max_num_proc or sum(slots for slots, _, _ in nodes.values())
         now = time.monotonic()
         with self._lock:
-            started, lost = {}, []
+            if self._ended:
+                return {}
+            started, lost, fewer = {}, set(), {}
             for name, host in self._hosts.items():
                 if name not in nodes:
-                    lost.append(name)
+                    lost.add(name)
                 elif ray.wait([host.version], timeout=0)[0]:
                     try:
                         ray.get(host.version)
                         started[name] = host.slots
                     except ray.exceptions.RayError:
-                        lost.append(name)
+                        lost.add(name)
             have = sum(started.values())
             waiting = {n: h for n, h in self._hosts.items() if n not in started and n not in lost}
             if have >= limit:
-                lost += waiting
+                lost |= set(waiting)
+            young = {n: h for n, h in waiting.items() if now - h.began < _BUSY_SECONDS}
+            for name in set(waiting) - set(young):
+                slots, free, _ = nodes[name]
+                # If the node had placed the actor, no more than the other slots would be free.
+                if slots - waiting[name].slots < free < waiting[name].slots:
+                    lost.add(name)
+                    fewer[name] = free
             for name in lost:
                 ray.kill(self._hosts.pop(name).actor)
-            want = limit - have - sum(h.slots for h in waiting.values() if now - h.began < _BUSY_SECONDS)
-            for name, (slots, node) in nodes.items():
+            want = limit - have - sum(h.slots for h in young.values())
+            for name, (slots, _, node) in nodes.items():
                 if name in self._hosts or want <= 0:
                     continue
-                slots = min(slots, want)
+                slots = min(fewer.get(name, slots), want)
                 want -= slots
                 actor = ray.remote(_Agent).options(
                     num_cpus=slots * self._cpus, num_gpus=slots * self._gpus, max_concurrency=4,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                ).remote(slots)  # fmt: skip
+                ).remote(slots, self._cpus)  # fmt: skip
                 self._hosts[name] = _Host(actor, actor.version.remote(), slots, now)
         return started
+
+
+def joined(nics: str | Iterable[str] | None) -> str:
+    """Returns the names of network interfaces as a setting. One string may have one name, or several with commas."""
+    return nics if isinstance(nics, str) else ",".join(nics or ())
+
+
+def _loader_path(env: Mapping[str, str]) -> list[str]:
+    """Returns a word for env(1). This interpreter may need the variable, but hvdrun would send it to the nodes."""
+    return [f"{name}={value}" for name, value in env.items() if name == "LD_LIBRARY_PATH"]
 
 
 def _bracketed(host: str) -> str:
