@@ -638,7 +638,9 @@ func (r *Request) Wait(ctx context.Context) error {
 		return r.err
 	}
 	done := r.Done()
-	r.c.po.van.Poll(&r.over)
+	if ctx.Err() == nil {
+		r.c.po.van.Poll(&r.over)
+	}
 	if r.over.Load() {
 		return r.err
 	}

@@ -174,11 +174,7 @@ func (d *descriptor) await(r *reader) {
 
 // readable reports whether a read would not wait.
 func (d *descriptor) readable() (yes bool) {
-	err := d.Control(func(fd uintptr) {
-		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-		n, err := unix.Poll(p, 0)
-		yes = n > 0 || err != nil
-	})
+	err := d.Control(func(fd uintptr) { yes = hasEvent(fd, unix.POLLIN) })
 	return yes || err != nil
 }
 
@@ -357,16 +353,16 @@ func (v *Van) Poll(over *atomic.Bool) {
 	}
 	defer v.polling.Store(false)
 	links := *v.links.Load()
-	polled := false
+	polled, some := false, false
 	until := v.now() + workerPoll
 	for n := 1; !over.Load(); n++ {
-		if n%pollsPerCheck == 0 && v.now() >= until {
+		if (some || n%pollsPerCheck == 0) && v.now() >= until {
 			break
 		}
 		if n%pollsPerGosched == 0 {
 			runtime.Gosched()
 		}
-		some := false
+		some = false
 		for id, l := range links {
 			if id == l.peer && l.polled != nil && l.waits() {
 				some = l.takeResponse() || some
@@ -423,14 +419,19 @@ func (l *link) takeResponse() bool {
 	return true
 }
 
-// isPlain reports whether the handling of a message neither waits nor calls a function of the program: it is
-// the response to a push or pull, or says that messages have arrived or are no longer read.
+// isPlain reports whether the handling of a message takes a short time and calls no function of the program:
+// it is the response to a push or pull with little data, or says that messages have arrived or are no longer
+// read.
 func isPlain(m *Message) bool {
 	h := m.Header
 	if c := h.Control; c != nil {
 		return c.Command == pspb.Command_ACK || c.Command == pspb.Command_RELEASE
 	}
-	return !h.Request && (h.Push || h.Pull) && h.Replica == nil
+	data := uint64(0)
+	for _, f := range h.Frames {
+		data += min(f.Bytes, wholeBytes) // a frame in shared memory counts too: the handler copies it
+	}
+	return !h.Request && (h.Push || h.Pull) && h.Replica == nil && data < wholeBytes
 }
 
 // endPoll makes the goroutine that reads the link read what arrives from now on, and what has arrived.

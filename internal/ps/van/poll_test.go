@@ -184,16 +184,39 @@ func TestPolledDeadline(t *testing.T) {
 	if err := <-done; err != nil {
 		t.Errorf("without a deadline, reading fails: %v", err)
 	}
+
+	l, _ = newPolledLink(t, Worker)
+	go func() { done <- l.read(newReader(l.conn)) }()
+	testnet.Eventually(t, "a worker waits", l.isAwaited)
+	if err := l.conn.SetReadDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("at a worker, reading ends with %v, want %v", err, os.ErrDeadlineExceeded)
+	}
+}
+
+// isAwaited reports whether the goroutine that reads the link of a worker waits for the first byte of a
+// message, or is about to.
+func (l *link) isAwaited() bool {
+	d := l.polled
+	if !d.reading.TryLock() {
+		return false
+	}
+	defer d.reading.Unlock()
+	return d.reports
 }
 
 // TestPolledClose checks that Close ends calls that poll, that wait for bytes, and that wait for room, and
 // that the peer notices it.
 func TestPolledClose(t *testing.T) {
 	for name, c := range map[string]struct {
+		role Role
 		call func(l *link) error
 		busy func(l *link) bool
 	}{
 		"polls": {
+			Server,
 			func(l *link) error {
 				pollFor(l, time.Hour)
 				_, err := l.conn.Read(make([]byte, 1))
@@ -201,21 +224,15 @@ func TestPolledClose(t *testing.T) {
 			},
 			func(l *link) bool { return l.van.polling.Load() },
 		},
-		"waits": {
-			func(l *link) error {
-				pollFor(l, 0)
-				_, err := l.conn.Read(make([]byte, 1))
-				return err
-			},
-			func(*link) bool { return true }, // or is about to
-		},
+		"waits": {Worker, func(l *link) error { return l.read(newReader(l.conn)) }, (*link).isAwaited},
 		"writes": {
+			Server,
 			func(l *link) error { _, err := l.conn.Write(make([]byte, 8<<20)); return err },
 			func(l *link) bool { return !pollWritable(l) },
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l, peer := newPolledLink(t, Server)
+			l, peer := newPolledLink(t, c.role)
 			done := make(chan error, 1)
 			go func() { done <- c.call(l) }()
 			testnet.Eventually(t, "the call "+name, func() bool { return c.busy(l) })
@@ -237,11 +254,7 @@ func TestPolledClose(t *testing.T) {
 
 // pollWritable reports whether the connection of a link has room.
 func pollWritable(l *link) (yes bool) {
-	_ = l.polled.Control(func(fd uintptr) {
-		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
-		n, _ := unix.Poll(p, 0)
-		yes = n > 0
-	})
+	_ = l.polled.Control(func(fd uintptr) { yes = hasEvent(fd, unix.POLLOUT) })
 	return yes
 }
 
@@ -393,6 +406,76 @@ func TestPollSeesTheEnd(t *testing.T) {
 			t.Fatalf("reading ends with %v, want %v", err, io.EOF)
 		}
 		l.conn.Close()
+	}
+}
+
+// TestPollMeetsAnError checks that an error that a call of Poll meets ends the link, although a whole
+// response follows in the buffer.
+func TestPollMeetsAnError(t *testing.T) {
+	l, peer := newPolledLink(t, Worker)
+	h := new(record)
+	l.van.handler = h
+	bad := []byte{0, 0, 0, 1, 0xff} // a header that is cut off
+	if _, err := peer.Write(append(bad, wire(t, &Message{Header: &pspb.Header{Push: true}})...)); err != nil {
+		t.Fatal(err)
+	}
+	r := newReader(l.conn)
+	r.open(l)
+	l.reader = r
+	if l.takeResponse() {
+		t.Error("a malformed response was handled")
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- l.read(r) }()
+	select {
+	case err := <-ended:
+		testnet.WantError(t, err, "malformed message")
+	case <-time.After(time.Minute):
+		t.Error("the error does not end the link")
+		l.conn.Close()
+		<-ended
+	}
+	if n := h.count(); n > 0 {
+		t.Errorf("%d responses after the malformed one were handled", n)
+	}
+}
+
+// TestPollTakesShortResponses checks that the goroutine that reads the link handles the responses with much
+// data, also if the data is in shared memory. Meanwhile a call of Poll would not hear the other links, nor
+// the end of its context.
+func TestPollTakesShortResponses(t *testing.T) {
+	for name, c := range map[string]struct {
+		frames []*pspb.Frame
+		want   bool
+	}{
+		"none":   {nil, true},
+		"short":  {[]*pspb.Frame{{Bytes: wholeBytes / 2}, {Bytes: wholeBytes/2 - 1}}, true},
+		"long":   {[]*pspb.Frame{{Bytes: wholeBytes / 2}, {Bytes: wholeBytes / 2}}, false},
+		"shared": {[]*pspb.Frame{{Bytes: 1 << 63, Block: 1}, {Bytes: 1 << 63, Block: 2}}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, peer := newPolledLink(t, Worker)
+			l.van.handler = new(record)
+			message, err := (&Message{Header: &pspb.Header{Push: true, Frames: c.frames}}).encode(nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, f := range c.frames {
+				if f.Block == 0 {
+					message = append(message, make([]byte, f.Bytes)...)
+				}
+			}
+			if _, err := peer.Write(message); err != nil {
+				t.Fatal(err)
+			}
+			r := newReader(l.conn)
+			r.open(l)
+			l.reader = r
+			if taken := l.takeResponse(); taken != c.want || l.polled.left == c.want || r.failed != nil {
+				t.Errorf("handled: %v, left to the goroutine that reads: %v, error %v, want handled: %v", taken,
+					l.polled.left, r.failed, c.want)
+			}
+		})
 	}
 }
 

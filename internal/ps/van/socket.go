@@ -1,7 +1,6 @@
 package van
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -26,9 +25,7 @@ const maxRawBytes = 256 << 10
 // read.
 type socket struct {
 	raw syscall.RawConn
-	// fds has the descriptors that have arrived. lost is the reason why one has not, or nil.
-	fds  []int
-	lost error
+	fds []int // descriptors that have arrived
 
 	reading, writing call
 	msg              unix.Msghdr
@@ -128,7 +125,8 @@ func (s *socket) pass(p []byte, fds []int) (n int, err error) {
 	return n, os.NewSyscallError("sendmsg", err)
 }
 
-// Read reads at least one byte. It waits for it in the poller of the Go runtime.
+// Read reads at least one byte. It waits for it in the poller of the Go runtime. With an error it returns no
+// bytes, so that a reader does not keep the error until it has handled the bytes.
 func (s *socket) Read(p []byte) (int, error) {
 	c := &s.reading
 	c.p = p[:min(len(p), maxRawBytes)]
@@ -141,7 +139,7 @@ func (s *socket) Read(p []byte) (int, error) {
 		return 0, os.NewSyscallError("recvmsg", c.errno)
 	}
 	if err := s.keep(); err != nil {
-		return c.n, err
+		return 0, err
 	}
 	if c.n == 0 && len(p) > 0 {
 		return 0, io.EOF
@@ -152,15 +150,18 @@ func (s *socket) Read(p []byte) (int, error) {
 // hungUp reports whether the peer has closed the connection, even if bytes of it were not read yet. A peer
 // that leaves the job first closes only the direction to this process, which does not count.
 func (s *socket) hungUp() (yes bool) {
-	err := s.raw.Control(func(fd uintptr) {
-		p := []unix.PollFd{{Fd: int32(fd)}} // poll always reports POLLHUP and POLLERR
-		n, err := unix.Poll(p, 0)
-		for err == unix.EINTR {
-			n, err = unix.Poll(p, 0)
-		}
-		yes = n != 0
-	})
+	err := s.raw.Control(func(fd uintptr) { yes = hasEvent(fd, 0) })
 	return yes || err != nil
+}
+
+// hasEvent reports whether a descriptor has one of the given events, POLLHUP or POLLERR.
+func hasEvent(fd uintptr, events int16) bool {
+	p := []unix.PollFd{{Fd: int32(fd), Events: events}}
+	n, err := unix.Poll(p, 0)
+	for err == unix.EINTR { // the runtime sends signals to its threads
+		n, err = unix.Poll(p, 0)
+	}
+	return n != 0
 }
 
 // keep keeps the descriptors that the last call of receive has got.
@@ -179,8 +180,8 @@ func (s *socket) keep() error {
 	case got > 0 && got == len(s.rights) || len(s.fds) > maxBlocks:
 		err = errors.Join(err, errors.New("malformed message: it has too many descriptors"))
 	case s.msg.Flags&unix.MSG_CTRUNC != 0: // there was room in rights, so this process may open no more files
-		s.lost = fmt.Errorf("receive a descriptor of shared memory: %w", dial.ExplainLimit(unix.EMFILE))
-		err = errors.Join(err, s.lost)
+		err = errors.Join(err,
+			fmt.Errorf("receive a descriptor of shared memory: %w", dial.ExplainLimit(unix.EMFILE)))
 	}
 	return err
 }
@@ -188,7 +189,7 @@ func (s *socket) keep() error {
 // takeDescriptor returns the oldest descriptor, which the caller must close.
 func (s *socket) takeDescriptor() (int, error) {
 	if len(s.fds) == 0 {
-		return -1, cmp.Or(s.lost, errors.New("malformed message: the descriptor of a block is missing"))
+		return -1, errors.New("malformed message: the descriptor of a block is missing")
 	}
 	fd := s.fds[0]
 	s.fds = s.fds[1:]

@@ -294,7 +294,7 @@ type reader struct {
 	sock   *socket // nil if the connection has none
 
 	// begun is a message of which only the header was read, or nil. failed is the error of an earlier read,
-	// or nil. The next read returns it.
+	// or nil. The next call of next returns it, even if whole messages have arrived after the error.
 	begun  *Message
 	failed error
 }
@@ -317,9 +317,6 @@ func (c connReader) Read(p []byte) (int, error) {
 	if l := c.r.link; l != nil {
 		l.writeHeld()
 	}
-	if c.r.failed != nil {
-		return 0, c.r.failed
-	}
 	return c.r.from.Read(p)
 }
 
@@ -335,6 +332,9 @@ func (r *reader) close() {
 
 // next reads a message. If the stream ends before a message, the error is io.EOF.
 func (r *reader) next() (*Message, error) {
+	if r.failed != nil {
+		return nil, r.failed
+	}
 	m := r.begun
 	r.begun = nil
 	if m == nil {
