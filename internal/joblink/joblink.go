@@ -71,6 +71,11 @@ const (
 	process = "process"
 )
 
+// VerdictTimeout is how long a rank tries to send its verdict, and how long the launcher waits for one. On a
+// busy machine, either may be waiting for a processor. Without the verdict, the launcher takes the first rank
+// that ends for the cause.
+const VerdictTimeout = 1500 * time.Millisecond
+
 const (
 	// MaxBodyBytes is the maximum length of the body of an answer or a report.
 	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes

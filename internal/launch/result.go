@@ -60,7 +60,8 @@ func (j *job) settleVerdict(ended bool) {
 		return
 	}
 	j.settled = true
-	ctx, cancel := context.WithTimeout(context.Background(), verdictWait)
+	// Only a job that has failed without a verdict waits for so long, if some ranks still run.
+	ctx, cancel := context.WithTimeout(context.Background(), joblink.VerdictTimeout)
 	defer cancel()
 	v, err := j.o.Verdict(ctx, ended)
 	if err != nil {

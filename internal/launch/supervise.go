@@ -30,10 +30,6 @@ const (
 	givenUp                  // the remaining processes cannot be killed
 )
 
-// verdictWait is the time limit for reading the verdict. A survivor may have sent it a moment ago. Only a job
-// that has failed without a verdict waits for so long, if some ranks still run.
-const verdictWait = time.Second
-
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
 type job struct {
 	o       Options

@@ -75,9 +75,8 @@ type reportedStall struct {
 const (
 	// verdictTimeout and reportTimeout are the maximum times for which a failed job delays the end of its
 	// operations until the launcher has received the verdict, and this rank's dump. The launcher may be on a
-	// host that this rank cannot reach any more. But it may also be waiting for a processor, and without the
-	// verdict it takes the first rank that ends for the cause.
-	verdictTimeout = 1500 * time.Millisecond
+	// host that this rank cannot reach any more.
+	verdictTimeout = joblink.VerdictTimeout
 	reportTimeout  = 500 * time.Millisecond
 	// readerTime is how long operations are recorded after a reader has asked for them.
 	readerTime = 10 * time.Second
