@@ -51,8 +51,8 @@ func (m *Meeting) launcherAddr() string {
 	return net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 }
 
-// linkTimeout is the time limit for connecting to a launcher whose store the ranks do not need to meet.
-const linkTimeout = 5 * time.Second
+// LinkTimeout is the time limit for connecting to a launcher whose store the ranks do not need to meet.
+const LinkTimeout = 5 * time.Second
 
 // link connects to the store of hvdrun in a job that meets elsewhere, so that hvdrun hears of its failures.
 // It does so only if the number that hvdrun has given to each rank is known: it is the same in the job, or in
@@ -72,7 +72,7 @@ func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) er
 		set.LauncherRanks == nil && set.Environment("HOROVOD_SIZE") != strconv.Itoa(set.Size) {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, linkTimeout)
+	ctx, cancel := context.WithTimeout(ctx, LinkTimeout)
 	defer cancel()
 	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
 	if err != nil {
@@ -84,7 +84,8 @@ func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) er
 	return nil
 }
 
-// DialLauncher connects to the store of hvdrun. If hvdrun has not started this process, it returns nil.
+// DialLauncher connects to the store of hvdrun, within LinkTimeout. If hvdrun has not started this process,
+// it returns nil.
 func DialLauncher(ctx context.Context, set *config.Config) (*store.Client, error) {
 	m := Meeting{Settings: *set}
 	addr := m.launcherAddr()
@@ -95,6 +96,8 @@ func DialLauncher(ctx context.Context, set *config.Config) (*store.Client, error
 	if err != nil {
 		return nil, err
 	}
+	ctx, cancel := context.WithTimeout(ctx, LinkTimeout)
+	defer cancel()
 	return store.Dial(ctx, addr, store.Config{Secret: s})
 }
 

@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strconv"
+	"strings"
 
 	"go.uber.org/zap"
 
@@ -81,26 +84,35 @@ func enterMPI(ctx context.Context, cfg *config.Config, o *Options) (explain func
 	if err != nil || kv == nil {
 		return explain // without hvdrun, nothing can be said about the other ranks
 	}
-	key := func(rank int) string { return fmt.Sprintf("mpi/%d/%d", o.LastEpoch+1, rank) }
-	_ = kv.Set(ctx, key(cfg.Rank), nil) // without it, this rank is missing only if the store is lost
+	key := fmt.Sprintf("mpi/%d", o.LastEpoch+1) // has the ranks that have come
+	enterCtx, cancel := context.WithTimeout(ctx, bootstrap.LinkTimeout)
+	defer cancel()
+	_ = kv.Append(enterCtx, key, fmt.Appendln(nil, cfg.Rank)) // an error means that the store is lost
 	return func(err error) error {
 		defer kv.Close()
-		if err == nil || ctx.Err() == nil {
+		if err == nil || !errors.Is(ctx.Err(), context.DeadlineExceeded) {
 			return err
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), verdictTimeout)
 		defer cancel()
+		came, _, lost := kv.TryGet(ctx, key)
+		if lost != nil {
+			return err
+		}
 		late := &engine.PeerError{
-			Reason: fmt.Sprintf("it had not begun Init when the time limit of Init passed at rank %d", cfg.Rank)}
+			// It may also have begun without a connection to hvdrun.
+			Reason: fmt.Sprintf("it had not told hvdrun that it had begun Init when the time limit of Init passed at "+
+				"rank %d", cfg.Rank)}
+		there := strings.Fields(string(came))
 		for r := range cfg.Size {
-			if came, err := kv.Check(ctx, key(r)); err == nil && !came {
+			if !slices.Contains(there, strconv.Itoa(r)) {
 				late.Ranks = append(late.Ranks, r)
 			}
 		}
 		if late.Ranks == nil {
 			return err
 		}
-		reportVerdict(ctx, joblink.New(kv, cfg.Rank),
+		reportVerdict(context.Background(), joblink.New(kv, cfg.Rank),
 			joblink.Verdict{Epoch: o.LastEpoch + 1, Starting: true}, late)
 		return fmt.Errorf("%w: %w", late, err)
 	}
