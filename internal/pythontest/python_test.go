@@ -113,10 +113,10 @@ func environment(t testing.TB) []string {
 // sidecarVariable makes each rank of a Python program run in a sidecar of its own.
 const sidecarVariable = "HVD_SIDECAR=spawn"
 
-// All tests of the Python package pass on 1 rank, those that need ranks on 3 ranks with PyTorch 2, and those
-// of the operations on 2 ranks that run in sidecars. (make test-torch2 runs all tests with both versions of
-// PyTorch on 1, 2 and 3 ranks.) All test files run in one program, because importing torch takes longer than
-// most of them.
+// All tests of the Python package pass on 1 rank, those that need ranks on 3 ranks, with PyTorch 2 if it is
+// installed, and those of the operations on 2 ranks that run in sidecars. (make test-torch2 runs all tests
+// with both versions of PyTorch on 1, 2 and 3 ranks.) All test files run in one program, because importing
+// torch takes longer than most of them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
@@ -132,7 +132,7 @@ func TestPython(t *testing.T) {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			interpreter := testnet.Python
 			if c.newTorch {
-				interpreter = testnet.NewTorch(t)
+				interpreter = testnet.NewestTorch(t)
 			}
 			var modules []string
 			for _, file := range files {
