@@ -62,7 +62,7 @@ store = dist.HashStore()
 store.compare_set("gohvd/meeting 1/first", "", "0")
 assert _job._LONGEST_START == datetime.timedelta(minutes=1)
 _job._LONGEST_START = datetime.timedelta(seconds=0.1)
-_job._meet(store, 1, 2, datetime.timedelta(hours=9))
+_job._meet(store, 1, 2, None, datetime.timedelta(hours=9))
 `).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "rank 0 has begun to make it and not gone on") {
 		t.Errorf("got %v, want an error that names rank 0:\n%s", err, out)
@@ -188,7 +188,7 @@ func TestTorchDistributedRestarts(t *testing.T) {
 }
 
 // distributedFault is a program whose ranks train until the file of its first argument is there. Then rank 1
-// fails in the way that the second argument says.
+// fails in the way that the second argument says. With one of the ways, only a group of all ranks uses gohvd.
 const distributedFault = `
 import os, signal, sys, time
 from datetime import timedelta
@@ -196,10 +196,15 @@ import torch, torch.distributed as dist
 import gohvd.torch.distributed
 
 file, how = sys.argv[1:]
-dist.init_process_group("gohvd", timeout=timedelta(seconds=5 if how == "stopped" else 300))
+group = None
+if how == "exits":
+    dist.init_process_group("gloo")
+    group = dist.new_group(list(range(dist.get_world_size())), backend="gohvd")
+else:
+    dist.init_process_group("gohvd", timeout=timedelta(seconds=5))
 x = torch.ones(4)
 for step in range(1000000):
-    dist.all_reduce(x)
+    dist.all_reduce(x, group=group)
     if step == 10:
         sys.stderr.write("rank %d trains\n" % dist.get_rank())
     if dist.get_rank() == 1 and os.path.exists(file):

@@ -145,7 +145,10 @@ def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
     if running is not None:
         raise ValueError(f"{mine}, but rank {first} of the group has not: all ranks must call hvd.init(), or none")
     settings = {"HVD_UNIQUE_ID": rest, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
-    if ranks is not None and os.environ.get("HOROVOD_SIZE") == str(dist.get_world_size()):
-        settings["HVD_LAUNCHER_RANKS"] = ",".join(map(str, ranks))  # torch numbers the processes as hvdrun does
+    if ranks is not None:
+        # torch numbers the processes as hvdrun does. A group of all of them is the job that hvdrun knows.
+        world = dist.get_world_size()
+        if ranks != list(range(world)) and os.environ.get("HOROVOD_SIZE") == str(world):
+            settings["HVD_LAUNCHER_RANKS"] = ",".join(map(str, ranks))
     _engine_.init([], settings)
     return True
