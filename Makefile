@@ -66,8 +66,8 @@ TAGGED = git grep -lE '^//go:build .*\b($(1))\b' -- '*.go' | xargs dirname | sor
 RACE = $(GO) test $(VETTED) -race -tags nccl -shuffle=on -timeout 30m
 
 # The packages with the goroutines of ranks and nodes while they run, from the public functions to the connections.
-RACED = ./hvd ./internal/cuda ./internal/engine ./internal/ps/van ./internal/sidecar ./internal/transport/mem \
-	./internal/transport/shm ./internal/transport/tcp ./ops/nccl ./ops/shm
+RACED = ./hvd ./internal/cuda ./internal/engine ./internal/library ./internal/ps/van ./internal/sidecar \
+	./internal/transport/mem ./internal/transport/shm ./internal/transport/tcp ./ops/nccl ./ops/shm
 
 .PHONY: race
 race: vet-tool ## test the packages of running ranks and nodes (with stand-ins for CUDA) under the race detector, with less data
