@@ -248,11 +248,12 @@ const (
 // returns an error if not all ranks have done the same.
 func (j *Job) Count(sum int64) (elastic.Change, error) {
 	got, kind := sum&kindMask, kinds[j.about]
-	if voted := max(got&countMask, got>>secondShift); got == voted*kind && voted < int64(j.size) {
+	voted := max(got&countMask, got>>secondShift)
+	if got == voted*kind && voted < int64(j.size) {
 		return 0, fmt.Errorf("elastic: %d of %d ranks have voted: a rank that has joined (hvd.Join) saves no "+
 			"commit, so commit only after the join has returned", voted, j.size)
 	}
-	if got != int64(j.size)*kind {
+	if got != voted*kind {
 		return 0, errors.New("elastic: the ranks have voted about different things: all must commit, all must make a " +
 			"step, or all must only check for changes")
 	}

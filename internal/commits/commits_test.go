@@ -280,6 +280,17 @@ func TestVotes(t *testing.T) {
 	}
 }
 
+// Ranks that have joined no generation, as in a job that is not elastic, may vote too.
+func TestVotesBeforeTheJoin(t *testing.T) {
+	for _, about := range []About{Changes, Commit, Step} {
+		var j, other Job
+		sum := j.Ballot(about, elastic.Added) + other.Ballot(about, 0)
+		if changes, err := j.Count(sum); err != nil || changes != elastic.Added {
+			t.Errorf("about %d: got %v, %v, want %v", about, changes, err, elastic.Added)
+		}
+	}
+}
+
 // Ranks that vote about different things all learn it, whatever the number of ranks.
 func TestMixedVotes(t *testing.T) {
 	for n := 1; n <= 6; n++ {

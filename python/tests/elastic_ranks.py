@@ -268,8 +268,8 @@ def ahead(folder: str) -> None:
             return
         # This is the operation of the vote, but the library does not learn of its result.
         how = operation(ALLREDUCE, hvd.Sum, any_kind=True)
-        one = torch.ones(1, dtype=torch.int64)
-        mpi_ops._call(mpi_ops._torch, how, "elastic.vote", hvd.global_process_set, one, wait=True)
+        ballot = torch.tensor([1 << 16])  # of commits.Step
+        mpi_ops._call(mpi_ops._torch, how, "elastic.vote", hvd.global_process_set, ballot, wait=True)
         if role == 1:
             limit = time.monotonic() + LIMIT_SECONDS
             while not all(path.exists() for path in learned):
