@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -154,7 +155,10 @@ func TestSidecars(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	await("the sidecar does not listen", func() bool { _, err := os.Stat(socket); return err == nil })
+	await("the sidecar does not listen", func() bool {
+		conn, err := net.Dial("unix", socket)
+		return err == nil && conn.Close() == nil
+	})
 	must(t, l, l.Init(at("unix://"+socket)))
 	if err := sumOf(l); err != nil {
 		t.Error(err)
