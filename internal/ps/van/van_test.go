@@ -102,6 +102,13 @@ func (n *node) Lost(id int, err error) {
 	n.wake()
 }
 
+// lossOf returns why the node has lost another one, or nil.
+func (n *node) lossOf(id int) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.lost[id]
+}
+
 func (n *node) Restored(p Process) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -1122,7 +1129,7 @@ func TestReplyLimit(t *testing.T) {
 	// The answer is one reply too many.
 	testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupServers), "scheduler is gone")
 	nodes[1].until(t, "worker 0 is dead", func() bool { return nodes[1].lost[9] != nil })
-	testnet.WantError(t, nodes[1].lost[9], "its replies are not read: 65536 wait")
+	testnet.WantError(t, nodes[1].lossOf(9), "its replies are not read: 65536 wait")
 	for id, err := range barrier(t.Context(), nodes, GroupScheduler+GroupServers, 1, 1) {
 		if err != nil {
 			t.Errorf("%s: %v", Name(id), err)
@@ -1193,10 +1200,11 @@ func connectAgain(t *testing.T, key secret.Secret, cut []int) {
 			t.Error(err)
 		}
 	}
-	testnet.WantError(t, w.lost[8], "server 0 is gone: no acknowledgement for 5s")
-	if _, again := errors.AsType[*NodeError](s.lost[9]); !again ||
-		!regexp.MustCompile("no acknowledgement for 5s|it has connected again").MatchString(s.lost[9].Error()) {
-		t.Errorf("the server has lost the worker because of %v", s.lost[9])
+	testnet.WantError(t, w.lossOf(8), "server 0 is gone: no acknowledgement for 5s")
+	loss := s.lossOf(9)
+	if _, again := errors.AsType[*NodeError](loss); !again ||
+		!regexp.MustCompile("no acknowledgement for 5s|it has connected again").MatchString(loss.Error()) {
+		t.Errorf("the server has lost the worker because of %v", loss)
 	}
 	if dead := nodes[SchedulerID].Dead(time.Minute); len(dead) > 0 {
 		t.Errorf("the scheduler takes %v for dead", dead)
