@@ -19,9 +19,9 @@ const coresLong = `hvdbench cores measures how far apart the first two cores are
 line between them, and the time in which one of them reads 64 KiB that the other one has just written. Both are
 medians of many short trials. On an idle machine, the measurement takes a few milliseconds.
 
-The cores are near if the round trip takes less than 0.15 us, and far otherwise. Round trips usually take 0.04 to 0.14 us
-between cores of one chip, and 0.17 us or more if the chips or the sockets differ. On a virtual machine the state changes
-when the host moves the virtual processors. Compare times of collectives only if they were measured in the same state.`
+The cores are near if the round trip takes less than 0.2 us, and far otherwise. Round trips usually take 0.04 to 0.17 us
+between cores of one chip, and more if the chips or the sockets differ. On a virtual machine the state changes when the
+host moves the virtual processors. Compare times of collectives only if they were measured in the same state.`
 
 const coresExamples = `  hvdbench cores
   taskset -c 0,8 hvdbench cores          # other cores
@@ -29,7 +29,7 @@ const coresExamples = `  hvdbench cores
 
 // farRoundTrip is the least round trip in us between cores that are far apart. The state does not depend on
 // the time of the read, because the clock rate of the processor bounds it if the cores are near.
-const farRoundTrip = 0.15
+const farRoundTrip = 0.2
 
 // The number of trials, the number of round trips in each trial, and the number of reads after them. They are
 // small, so that only few trials are interrupted by other programs.

@@ -110,10 +110,10 @@ func TestCoresFormats(t *testing.T) {
 		d         distance
 		nccl, csv string
 	}{
-		{distance{[]int{0, 3}, 0.1499, 2.2}, "cores 0 and 3: near: round trip of a cache line 0.150 us, " +
-			"read of 64 KiB that the other core has just written 2.20 us\n", "near,0,3,0.1499,2.2000\n"},
-		{distance{[]int{0, 1}, 0.15, 2.2}, "cores 0 and 1: far: round trip of a cache line 0.150 us, " +
-			"read of 64 KiB that the other core has just written 2.20 us\n", "far,0,1,0.1500,2.2000\n"},
+		{distance{[]int{0, 3}, 0.1999, 2.2}, "cores 0 and 3: near: round trip of a cache line 0.200 us, " +
+			"read of 64 KiB that the other core has just written 2.20 us\n", "near,0,3,0.1999,2.2000\n"},
+		{distance{[]int{0, 1}, 0.2, 2.2}, "cores 0 and 1: far: round trip of a cache line 0.200 us, " +
+			"read of 64 KiB that the other core has just written 2.20 us\n", "far,0,1,0.2000,2.2000\n"},
 		{distance{cores: []int{5}}, "core 5: single: this process may use only one core\n", "single,5,,,\n"},
 	} {
 		for format, want := range map[string]string{"nccl": c.nccl, "csv": columns + c.csv} {
