@@ -76,7 +76,7 @@ func TestLoadErrors(t *testing.T) {
 	}
 }
 
-// Load does not panic. What it accepts, Save writes and Load reads again.
+// Load does not panic. If it accepts a file, Save writes its settings and Load reads them again.
 func FuzzLoad(f *testing.F) {
 	text, err := os.ReadFile("testdata/settings.json")
 	if err != nil {

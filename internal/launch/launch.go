@@ -1,6 +1,6 @@
 // Package launch starts the ranks of a job on this host and on others, or the nodes of a parameter server,
-// supervises them, and reports how the job ended. It needs Linux. What its comments say of ranks also holds
-// for nodes.
+// supervises them, and reports how the job ended. It needs Linux. Its comments about ranks also hold for
+// nodes.
 //
 // Invariants:
 //

@@ -320,7 +320,7 @@ func TestPageShowsTheComparison(t *testing.T) {
 	}
 }
 
-// Whatever is shown, a frame draws at most 5,000 rectangles and 12 bitmaps, and no tile is fetched twice.
+// Each frame draws at most 5,000 rectangles and 12 bitmaps, and no tile is fetched twice.
 // Keys and Back change what is shown, and the address has it.
 func TestFramesAreBounded(t *testing.T) {
 	v := testJob{ranks: 64, hosts: 8, tensors: 30, steps: 20, compute: 20000, late: 37, lateBy: 9000}.read(t)

@@ -85,7 +85,7 @@ func (l *Live) update(t *testing.T, size int, s State, all map[int]*live.Records
 	}
 }
 
-// What is recorded in several parts gives the same report as the timelines.
+// Operations that are recorded in several parts give the same report as the timelines.
 func TestRecordsGiveTheReportOfTimelines(t *testing.T) {
 	all, want := straggler.records(t, 0, 1, 2, 3)
 	l := newLive(t, 4)

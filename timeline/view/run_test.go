@@ -223,7 +223,7 @@ func TestGridsHaveTheSumsOfTheReport(t *testing.T) {
 	}
 }
 
-// Whatever a request says, it gets an answer or an error, of a limited size.
+// Each request, also a wrong one, gets an answer or an error, of a limited size.
 func TestAnyRequest(t *testing.T) {
 	v := straggler.read(t)
 	rng := rand.New(rand.NewPCG(1, 1))

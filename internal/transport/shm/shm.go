@@ -12,7 +12,7 @@
 //
 // Invariants:
 //
-//  1. No rank writes to another rank's memory. What a peer wrote is checked before it is used.
+//  1. No rank writes to another rank's memory. A rank checks values that a peer wrote before it uses them.
 //  2. The socket is in the file system only until Connect returns. If the owner of the socket is killed
 //     before that, the next process that makes a folder with package rundir removes the socket.
 //  3. A Unix connection ends exactly when one of its two processes ends or closes its mesh. No rank closes a
