@@ -13,9 +13,19 @@ import (
 // list that can run it. All ranks have the same Registry.
 type Registry []Registration
 
+// Planner returns the algorithm that a backend uses for a response of r's kind whose output has numBytes
+// bytes, in the process set that has the given members. t has the settings that rank 0 has changed last, or is
+// nil. If the backend cannot run the response, the Planner returns an error. The error states only the reason,
+// because the Registry adds the backend and the operation. Only the coordinator plans, and all ranks use its
+// result. So a Planner must return the same result on every rank with the same capabilities. It may be called
+// at any time, from any goroutine.
+type Planner func(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Algorithm, error)
+
 // Registration describes one backend of a Registry.
 type Registration struct {
-	ID message.Backend
+	ID   message.Backend
+	Plan Planner
 	// Lists reports whether, for the given kind and algorithm, the backend accepts the tensors as a list of
 	// any length, reads and writes them in place, and scales them itself. If it does not, or if Lists is nil,
 	// the engine packs the tensors into a fusion buffer and scales them.
@@ -49,35 +59,33 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 	return m, nil
 }
 
-// Plan chooses the first backend of the registry that can run r, and returns its ID and the algorithm. The
-// output of r has numBytes bytes, and the process set of r has the given members. t has the settings that
-// rank 0 has changed last, or is nil. If no backend can run r, Plan returns an error that names each backend
-// with its reason and wraps the reasons. Kinds that move no data need no backend: for them Plan returns
-// NoBackend. Plan may be called while operations run.
-func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
+// Plan chooses the first backend that can run r, and returns its ID and the algorithm. The arguments are those
+// of a Planner. If no backend can run r, Plan returns an error that names each backend with its reason and
+// wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend.
+func (all Registry) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
 	}
-	for i := range m.backends {
-		if alg, err := m.plan(i, members, r, numBytes, t); err == nil {
-			return m.registry[i].ID, alg, nil
+	for i := range all {
+		if alg, err := all[i].plan(members, r, numBytes, t); err == nil {
+			return all[i].ID, alg, nil
 		}
 	}
 	return message.NoBackend, message.NoAlgorithm, fmt.Errorf("ops: no backend can run %v %q of type %v: %w",
-		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes, t))
+		r.Kind, r.Name, r.DType, all.refusals(members, r, numBytes, t))
 }
 
 // errNoDeviceBackend is the reason of WhyInHost if there is no backend for devices.
 var errNoDeviceBackend = errors.New("HOROVOD_GPU_OPERATIONS is not nccl")
 
 // WhyInHost returns the reason why the tensors of r, which are on CUDA devices, are copied to host memory.
-func (m *Manager) WhyInHost(members []topo.Rank, r *message.Response) error {
-	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.Devices })
+func (all Registry) WhyInHost(members []topo.Rank, r *message.Response) error {
+	i := slices.IndexFunc(all, func(r Registration) bool { return r.Devices })
 	if i < 0 {
 		return errNoDeviceBackend
 	}
-	_, err := m.plan(i, members, r, r.NumBytes(), nil)
+	_, err := all[i].plan(members, r, r.NumBytes(), nil)
 	return err
 }
 
@@ -87,25 +95,25 @@ var (
 	errHostMemory   = errors.New("the tensor is in host memory, and this backend reads only memory of CUDA devices")
 )
 
-// plan returns the algorithm with which backend i runs r, or the reason why it cannot.
-func (m *Manager) plan(i int, members []topo.Rank, r *message.Response, numBytes int64,
+// plan returns the algorithm with which the backend runs r, or the reason why it cannot.
+func (b *Registration) plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Algorithm, error) {
 	switch onDevices := r.Devices != nil; {
-	case onDevices && !m.registry[i].Devices:
+	case onDevices && !b.Devices:
 		return message.NoAlgorithm, errDeviceMemory
-	case !onDevices && m.registry[i].Devices:
+	case !onDevices && b.Devices:
 		return message.NoAlgorithm, errHostMemory
 	}
-	return m.backends[i].Plan(members, r, numBytes, t)
+	return b.Plan(members, r, numBytes, t)
 }
 
 // refusals returns the reasons for which the backends refuse r. Plan does not collect them itself, so that a
 // response that the first backend refuses and the second one runs costs no memory.
-func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes int64,
+func (all Registry) refusals(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (refusals error) {
-	for i := range m.backends {
-		_, err := m.plan(i, members, r, numBytes, t)
-		if err = fmt.Errorf("%v: %w", m.registry[i].ID, err); refusals != nil {
+	for i := range all {
+		_, err := all[i].plan(members, r, numBytes, t)
+		if err = fmt.Errorf("%v: %w", all[i].ID, err); refusals != nil {
 			err = fmt.Errorf("%w; %w", refusals, err)
 		}
 		refusals = err

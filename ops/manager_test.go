@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// planner is a backend for tests in which the Manager calls only Plan and Close.
+// planner is a backend for tests whose methods other than Close are not called, and its Planner.
 type planner struct {
 	ops.Backend
 	alg    message.Algorithm
@@ -21,7 +21,7 @@ type planner struct {
 
 func (p *planner) Close() { p.closed = true }
 
-func (p *planner) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
+func (p *planner) plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
 	return p.alg, p.err
 }
 
@@ -33,7 +33,7 @@ const (
 
 // entry returns a registration of p with the given ID.
 func entry(id message.Backend, p *planner) ops.Registration {
-	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+	return ops.Registration{ID: id, Plan: p.plan, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 		return p, nil
 	}}
 }
@@ -47,11 +47,11 @@ func newManager(t *testing.T, r ...ops.Registration) *ops.Manager {
 	return m
 }
 
-func TestManagerPlan(t *testing.T) {
-	m := newManager(t,
+func TestRegistryPlan(t *testing.T) {
+	m := ops.Registry{
 		entry(first, &planner{err: errors.New("no such processor")}),
 		entry(second, &planner{alg: message.Tree}),
-		entry(message.TCP, &planner{alg: message.Ring}))
+		entry(message.TCP, &planner{alg: message.Ring})}
 	for kind, want := range map[message.Kind]struct {
 		id  message.Backend
 		alg message.Algorithm
@@ -69,10 +69,10 @@ func TestManagerPlan(t *testing.T) {
 	}
 }
 
-func TestManagerPlanDevices(t *testing.T) {
+func TestRegistryPlanDevices(t *testing.T) {
 	gpu := entry(first, &planner{alg: message.Tree})
 	gpu.Devices = true
-	m := newManager(t, gpu, entry(message.TCP, &planner{alg: message.Ring}))
+	m := ops.Registry{gpu, entry(message.TCP, &planner{alg: message.Ring})}
 	r := &message.Response{Kind: message.Allreduce, Name: "g", DType: tensor.Float32}
 	if id, _, err := m.Plan(nil, r, 4, nil); id != message.TCP || err != nil {
 		t.Errorf("in host memory: got %v, %v, want %v", id, err, message.TCP)
@@ -84,31 +84,31 @@ func TestManagerPlanDevices(t *testing.T) {
 	no := errors.New("no kernel for it")
 	gpu = entry(first, &planner{err: no})
 	gpu.Devices = true
-	m = newManager(t, gpu, entry(message.TCP, &planner{alg: message.Ring}))
+	m = ops.Registry{gpu, entry(message.TCP, &planner{alg: message.Ring})}
 	if err := m.WhyInHost(nil, r); !errors.Is(err, no) {
 		t.Errorf("got %v, want %v", err, no)
 	}
-	_, _, err := newManager(t, entry(message.TCP, new(planner))).Plan(nil, r, 4, nil)
+	_, _, err := ops.Registry{entry(message.TCP, new(planner))}.Plan(nil, r, 4, nil)
 	if err == nil || !strings.Contains(err.Error(),
 		"tcp: the tensor is on a CUDA device, and this backend reads only host memory") {
 		t.Errorf("on devices without a backend for them: got %v", err)
 	}
 	r.Devices = nil
-	_, _, err = newManager(t, gpu).Plan(nil, r, 4, nil)
+	_, _, err = ops.Registry{gpu}.Plan(nil, r, 4, nil)
 	if err == nil || !strings.Contains(err.Error(), "the tensor is in host memory, and this backend reads only memory") {
 		t.Errorf("in host memory with only a backend for devices: got %v", err)
 	}
 }
 
-func TestManagerPlanNone(t *testing.T) {
+func TestRegistryPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}
-	_, _, err := newManager(t).Plan(nil, r, 4, nil)
+	_, _, err := ops.Registry{}.Plan(nil, r, 4, nil)
 	if want := `ops: no backend can run allreduce "g0" of type float32: no backend is configured`; err == nil ||
 		err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
-	_, _, err = newManager(t, entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})).Plan(
+	_, _, err = ops.Registry{entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})}.Plan(
 		nil, r, 4, nil)
 	if want := `ops: no backend can run allreduce "g0" of type float32: tcp: no such processor; Backend(101): too long`; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)

@@ -10,28 +10,17 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
-	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Backend runs collectives among the members of one process set on one lane, one after another. All members
 // must start the same operations in the same order with matching arguments. The methods must not be called
-// concurrently, except for Plan, which may be called at any time. In this package a rank is an index into the
-// process set, from 0 to n-1.
+// concurrently. In this package a rank is an index into the process set, from 0 to n-1.
 //
 // An operation runs from Start until Step returns Finished or an error. After that the backend no longer
 // reads or writes the buffers of the operation. After an error, the contents of the buffers are undefined.
 // The backend must then not be used any more, because its connections may have been left in the middle of a
 // message.
 type Backend interface {
-	// Plan returns the algorithm that the backend would use for a response of r's kind whose output has
-	// numBytes bytes, in the process set that has the given members. This need not be the process set of the
-	// backend. t has the settings that rank 0 has changed last, or is nil. If the backend cannot run the
-	// response, Plan returns an error. The error states only the reason, because the Manager adds the backend
-	// and the operation. Only the coordinator calls Plan, and all ranks use its result. So Plan must return
-	// the same result on every rank with the same capabilities.
-	Plan(members []topo.Rank, r *message.Response, numBytes int64, t *message.Tuning) (message.Algorithm,
-		error)
-
 	// Start begins op. It does not wait for other ranks.
 	Start(op Operation) error
 

@@ -17,6 +17,7 @@ import (
 // rawBackend has the backends that an engine of the job would have. Its operations have no names and are not
 // negotiated. It owns the mesh and the session that the backends use.
 type rawBackend struct {
+	registry   ops.Registry
 	manager    *ops.Manager
 	rank, size int
 	mesh       transport.Mesh
@@ -91,7 +92,7 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 		return b, err
 	}
 	oversubscribed := b.session != nil && ops.Oversubscribed(b.session.LocalSize, b.session.Processors)
-	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP, oversubscribed)
-	b.manager, err = ops.NewManager(backends, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
+	b.registry = rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP, oversubscribed)
+	b.manager, err = ops.NewManager(b.registry, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err
 }

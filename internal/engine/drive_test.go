@@ -231,10 +231,6 @@ type gated struct {
 	started chan struct{}
 }
 
-func (gated) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
-	return message.Ring, nil
-}
-
 func (g gated) Start(ops.Operation) error {
 	close(g.started)
 	return nil
@@ -257,7 +253,10 @@ func TestTurnFollowsLastOperation(t *testing.T) {
 	c := startOn(t, mem.New(1), 1, func(cfg *engine.Config) {
 		cfg.Spin, cfg.LivenessTimeout = time.Hour, time.Hour
 		create := func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }
-		cfg.Backends = ops.Registry{{ID: message.SHM, New: create}}
+		plan := func([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
+			return message.Ring, nil
+		}
+		cfg.Backends = ops.Registry{{ID: message.SHM, Plan: plan, New: create}}
 	})
 	e := c.engines[0]
 	entry := sum("x", make([]byte, 8))

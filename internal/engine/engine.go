@@ -310,9 +310,7 @@ func (e *Engine) negotiate() {
 			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
 			Lockstep: lockstep, Leaders: e.cfg.leaders(), Groups: e.cfg.Groups,
-			// Rank 0 need not be a member of the response's process set, but all lanes have the same
-			// backends.
-			Plan: e.sets.find(topo.Global).lane.Plan,
+			Plan: e.exec.Plan,
 		}, 0)
 	}
 	if e.cfg.Tuner != nil {

@@ -220,12 +220,12 @@ func (m *machine) warnInHost(r *message.Response) {
 	one := *r
 	if len(r.Parts) > 0 && !r.DType.Valid() {
 		for one.DType = range r.Parts.Types() {
-			if m.manager.WhyInHost(m.set.Ranks, &one) != nil {
+			if m.cfg.Backends.WhyInHost(m.set.Ranks, &one) != nil {
 				break
 			}
 		}
 	}
-	why := m.manager.WhyInHost(m.set.Ranks, &one)
+	why := m.cfg.Backends.WhyInHost(m.set.Ranks, &one)
 	if why == nil {
 		return
 	}

@@ -10,18 +10,18 @@ import (
 
 // Plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the total size of
 // the response and of all responses that are fused with it, and t has the settings that were changed last, or
-// is nil. members are the members of the response's process set, which need not be that of the lane.
-func (l *Lane) Plan(members []topo.Rank, r *message.Response, numBytes int64,
+// is nil. members are the members of the response's process set, of which this rank need not be one.
+func (x *Executor) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
-	if err := l.machine.checkResult(r.Kind, numBytes); err != nil {
+	if err := x.cfg.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
-	backend, algorithm, err := planTypes(l.machine.manager, members, r, numBytes, t)
-	if err != nil && r.Devices != nil && l.cfg.Devices != nil {
+	backend, algorithm, err := planTypes(x.cfg.Backends, members, r, numBytes, t)
+	if err != nil && r.Devices != nil && x.cfg.Devices != nil {
 		// No backend for devices can run r, so the lanes copy the tensors to host memory.
 		inHost := *r
 		inHost.Devices = nil
-		if b, a, refused := planTypes(l.machine.manager, members, &inHost, numBytes, t); refused == nil {
+		if b, a, refused := planTypes(x.cfg.Backends, members, &inHost, numBytes, t); refused == nil {
 			return b, a, nil
 		}
 	}
@@ -31,16 +31,16 @@ func (l *Lane) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 // planTypes chooses the backend and the algorithm of r. If r is a group with several element types, they are
 // reduced one after another, and all types must have the same backend. If the algorithms for the types
 // differ, planTypes chooses message.Direct, which has no preconditions.
-func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response, numBytes int64,
+func planTypes(backends ops.Registry, members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (backend message.Backend, algorithm message.Algorithm, err error) {
 	if len(r.Parts) == 0 || r.DType.Valid() {
-		return m.Plan(members, r, numBytes, t)
+		return backends.Plan(members, r, numBytes, t)
 	}
 	one := *r
 	one.Parts = nil
 	for dt := range r.Parts.Types() {
 		one.DType = dt
-		b, a, err := m.Plan(members, &one, numBytes, t)
+		b, a, err := backends.Plan(members, &one, numBytes, t)
 		switch {
 		case err != nil:
 			return message.NoBackend, message.NoAlgorithm, err

@@ -31,10 +31,10 @@ func (m *machine) finish(w *Work, err error) {
 
 // checkResult returns an error if other ranks determine the size of the result and the result is larger than
 // maxResultBytes. In this case the caller must not allocate the result.
-func (m *machine) checkResult(k message.Kind, numBytes int64) error {
-	if k.Ragged() && numBytes > m.cfg.MaxResultBytes {
+func (cfg *Config) checkResult(k message.Kind, numBytes int64) error {
+	if k.Ragged() && numBytes > cfg.MaxResultBytes {
 		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes,
-			m.cfg.MaxResultBytes)
+			cfg.MaxResultBytes)
 	}
 	return nil
 }

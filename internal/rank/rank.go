@@ -421,7 +421,7 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 		all = append(all, inMemory)
 		if set.HierarchicalAllreduce || set.HierarchicalAllgather {
 			all = append(all, hier.Register(hier.Config{
-				Groups: session.Groups, Inner: inMemory.New,
+				Groups: session.Groups, Inner: inMemory,
 				Outer: tcp.Within(mesh, transport.OuterLane, overTCP),
 				Kinds: onTwoLevels(set, overTCP.Forced), Deterministic: set.Deterministic,
 			}))

@@ -281,7 +281,7 @@ func (c *cluster) start() error {
 				inMemory := opsshm.Register(c.memory[i], opsshm.Config{StageBytes: int64(c.o.SegmentBytes),
 					Oversubscribed: crowded, Groups: cfg.Groups, Deterministic: cfg.Deterministic})
 				cfg.Backends = append(cfg.Backends, inMemory, hier.Register(hier.Config{
-					Groups: cfg.Groups, Inner: inMemory.New,
+					Groups: cfg.Groups, Inner: inMemory,
 					Outer: opstcp.Within(cfg.Mesh, transport.OuterLane, overTCP),
 					Kinds: [message.NumKinds]bool{message.Allreduce: true, message.Reducescatter: true,
 						message.Allgather: true, message.Broadcast: true},

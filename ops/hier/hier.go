@@ -47,7 +47,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -57,17 +56,14 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// New makes a backend among the given ranks for one level of a process set. ranks[me] is this rank.
-type New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
-
 // Config configures a Backend. All ranks must have the same values.
 type Config struct {
 	// Groups has for each rank of the job the lowest rank with which it shares memory
 	// (transport/shm.Sharer.Groups). Ranks with the same entry are on one host.
 	Groups []topo.Rank
-	// Inner makes the backend among the members of a set on one host. Outer makes the backend among the
-	// owners of a slice. Both must run reducescatter, allgather and broadcast. They must not share a lane.
-	Inner, Outer New
+	// Inner is the backend among the members of a set on one host. Outer is the backend among the owners of a
+	// slice. Both must run reducescatter, allgather and broadcast. They must not share a lane.
+	Inner, Outer ops.Registration
 	// Kinds has the kinds of operations that may run on two levels.
 	Kinds [message.NumKinds]bool
 	// Deterministic forbids reductions.
@@ -88,17 +84,12 @@ const defaultChunkBytes = 2 << 20
 // Any error ends the backend. The error wraps the error of the inner or outer backend, which names the peer
 // if a peer has failed.
 type Backend struct {
-	cfg *Config
-	me  int
+	me int
 	// chunkBytes is Config.ChunkBytes or its default.
 	chunkBytes int
 	place      place
 	inner      level
 	outer      level // has no backend at a member that owns no slice
-
-	// mu guards census, because Plan may be called at any time.
-	mu     sync.Mutex
-	census census
 
 	err    error         // the error that ended the backend, or nil
 	op     ops.Operation // the operation in progress
@@ -128,6 +119,7 @@ type Backend struct {
 // level is one of the two levels: a backend and the ranks that it connects.
 type level struct {
 	backend ops.Backend
+	plan    ops.Planner
 	ranks   []topo.Rank
 	running bool    // an operation of the level is in progress
 	counts  []int64 // sizes of the blocks of this operation
@@ -144,20 +136,22 @@ func (l *level) step(ctx context.Context, wait bool) (ops.Progress, error) {
 
 // Register returns the Registration of the backend.
 func Register(cfg Config) ops.Registration {
-	return ops.Registration{ID: message.Hier,
+	p := &planner{cfg: &cfg, census: make(census, len(cfg.Groups))}
+	return ops.Registration{ID: message.Hier, Plan: p.plan,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-			return newBackend(&cfg, set, ranks, me)
+			return newBackend(&cfg, p.count(ranks).refusal(), set, ranks, me)
 		}}
 }
 
-// newBackend makes the backend of a process set. If the set cannot run on two levels, the backend has no
-// levels, and serves only Plan.
-func newBackend(cfg *Config, set topo.ProcessSetID, ranks []topo.Rank, me int) (_ *Backend, err error) {
-	b := &Backend{cfg: cfg, me: me, census: make(census, len(cfg.Groups)), chunkBytes: cfg.ChunkBytes}
+// newBackend makes the backend of a process set. If refusal is not nil, the set cannot run on two levels, and
+// the backend has no levels.
+func newBackend(cfg *Config, refusal error, set topo.ProcessSetID, ranks []topo.Rank,
+	me int) (_ *Backend, err error) {
+	b := &Backend{me: me, chunkBytes: cfg.ChunkBytes}
 	if b.chunkBytes <= 0 {
 		b.chunkBytes = defaultChunkBytes
 	}
-	if b.census.count(cfg.Groups, ranks).refusal() != nil {
+	if refusal != nil {
 		return b, nil
 	}
 	p := newPlace(cfg.Groups, ranks, me)
@@ -165,13 +159,14 @@ func newBackend(cfg *Config, set topo.ProcessSetID, ranks []topo.Rank, me int) (
 	b.ends, b.begins = make([]int64, p.slices*len(p.hosts)), make([]int64, len(p.hosts)+1)
 	b.inner.counts, b.outer.counts = make([]int64, len(p.hosts[p.host])), make([]int64, len(p.hosts))
 	b.inner.ranks = pick(ranks, p.hosts[p.host])
-	if b.inner.backend, err = cfg.Inner(set, b.inner.ranks, p.local); err != nil || !p.owns() {
+	b.inner.plan, b.outer.plan = cfg.Inner.Plan, cfg.Outer.Plan
+	if b.inner.backend, err = cfg.Inner.New(set, b.inner.ranks, p.local); err != nil || !p.owns() {
 		return b, err
 	}
 	for _, members := range p.hosts {
 		b.outer.ranks = append(b.outer.ranks, ranks[members[p.local]])
 	}
-	if b.outer.backend, err = cfg.Outer(set, b.outer.ranks, p.host); err != nil {
+	if b.outer.backend, err = cfg.Outer.New(set, b.outer.ranks, p.host); err != nil {
 		b.inner.backend.Close()
 	}
 	return b, err
@@ -183,59 +178,6 @@ func pick(ranks []topo.Rank, positions []int) (picked []topo.Rank) {
 		picked = append(picked, ranks[i])
 	}
 	return picked
-}
-
-// These are the reasons for which Plan refuses a response. They are variables so that a refusal allocates
-// nothing: the coordinator calls Plan for every grant.
-var (
-	errOff           = errors.New("the settings turn it off")
-	errDeterministic = errors.New("in deterministic mode, a sum must not depend on the hosts of the ranks")
-	errAlltoall      = errors.New("alltoall sends no byte to another host twice")
-	errAdasum        = errors.New("on one level, adasum combines neighbouring ranks first and sends as few bytes")
-	errKind          = errors.New("it moves no data")
-	errUnsupported   = errors.New("it is not supported on two levels")
-)
-
-// Plan implements ops.Backend. The backends of the levels choose their algorithms when an operation runs.
-func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64,
-	t *message.Tuning) (message.Algorithm, error) {
-	if err := b.refusal(members, r, t); err != nil {
-		return message.NoAlgorithm, err
-	}
-	return message.TwoLevel, nil
-}
-
-// refusal returns the reason why the backend cannot run r, or nil if it can.
-func (b *Backend) refusal(members []topo.Rank, r *message.Response, t *message.Tuning) error {
-	switch {
-	case !r.Kind.MovesData():
-		return errKind
-	case r.Kind == message.Alltoall:
-		return errAlltoall
-	case starts[r.Kind] == nil:
-		return errUnsupported
-	case !b.cfg.Kinds[r.Kind] || t.OneLevel(r.Kind):
-		return errOff
-	case r.Kind.Reduces() && r.Op.Base() == tensor.Adasum:
-		return errAdasum
-	case r.Kind.Reduces() && b.cfg.Deterministic:
-		return errDeterministic
-	}
-	if r.Kind.Reduces() {
-		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
-			return err
-		}
-	}
-	b.mu.Lock()
-	counted := b.census.count(b.cfg.Groups, members)
-	b.mu.Unlock()
-	if err := counted.refusal(); err != nil {
-		return err
-	}
-	if !counted.together && (r.Kind == message.Allgather || r.Kind == message.Reducescatter) {
-		return errScattered
-	}
-	return nil
 }
 
 // Start implements ops.Backend.

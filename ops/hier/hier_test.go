@@ -61,6 +61,7 @@ func upTo(n int) (all []topo.Rank) {
 // cluster has the backends of all ranks of a job in one process. Both levels are backends of ops/tcp.
 type cluster struct {
 	hosts    string
+	plan     ops.Planner
 	meshes   []*counting
 	backends []*opstest.Blocking
 }
@@ -107,16 +108,16 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 	world := mem.New(len(hosts))
 	for r := range hosts {
 		mesh := &counting{Mesh: world.Mesh(topo.Rank(r)), rank: r, hosts: hosts}
-		level := func(lane transport.Lane) hier.New {
-			return func(_ topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-				return tcp.New(mesh, lane, ranks, me, tcp.Config{SegmentBytes: 256}), nil
-			}
+		level := func(lane transport.Lane) ops.Registration {
+			return tcp.Within(mesh, func(topo.ProcessSetID) transport.Lane { return lane },
+				tcp.Config{SegmentBytes: 256})
 		}
 		cfg := hier.Config{Groups: groups(hosts), Inner: level(innerLane), Outer: level(outerLane),
 			Kinds: allKinds(), ChunkBytes: 48 << 10}
 		if change != nil {
 			change(&cfg)
 		}
+		c.plan = hier.Register(cfg).Plan
 		b, err := hier.Register(cfg).New(topo.Global, upTo(len(hosts)), r)
 		if err != nil {
 			tb.Fatal(err)
@@ -458,8 +459,7 @@ func TestPlan(t *testing.T) {
 		if ranks == nil {
 			ranks = upTo(len(test.hosts))
 		}
-		b := c.backends[0]
-		_, err := b.Plan(ranks, test.r, 4, nil)
+		_, err := c.plan(ranks, test.r, 4, nil)
 		if test.want == "" && err != nil || test.want != "" &&
 			(err == nil || !strings.Contains(err.Error(), test.want)) {
 			t.Errorf("%s: %v of ranks %v: got %v, want %q", test.hosts, test.r.Kind, ranks, err, test.want)
@@ -467,7 +467,7 @@ func TestPlan(t *testing.T) {
 		if test.want == "bool" {
 			continue // tensor.CheckReduce makes this error
 		}
-		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(ranks, test.r, 4, nil) }); n > 0 {
+		if n := testing.AllocsPerRun(10, func() { _, _ = c.plan(ranks, test.r, 4, nil) }); n > 0 {
 			t.Errorf("%s: Plan of ranks %v made %v allocations", test.hosts, ranks, n)
 		}
 	}
@@ -475,7 +475,7 @@ func TestPlan(t *testing.T) {
 
 // A tuner can turn off the operations on two levels.
 func TestPlanTuned(t *testing.T) {
-	b := newCluster(t, "aabb", nil).backends[0]
+	plan := newCluster(t, "aabb", nil).plan
 	for _, c := range []struct {
 		kind                     message.Kind
 		noAllreduce, noAllgather bool // whether Plan refuses the kind with the allreduce or the allgather off
@@ -486,7 +486,7 @@ func TestPlanTuned(t *testing.T) {
 		r := &message.Response{Kind: c.kind, DType: tensor.Float32, Op: tensor.Sum}
 		for tuned, want := range map[message.Tuning]bool{{}: false, {OneLevelAllreduce: true}: c.noAllreduce,
 			{OneLevelAllgather: true}: c.noAllgather} {
-			if _, err := b.Plan(upTo(4), r, 4, &tuned); (err != nil) != want {
+			if _, err := plan(upTo(4), r, 4, &tuned); (err != nil) != want {
 				t.Errorf("%v with %+v: got error %v, want one: %v", c.kind, tuned, err, want)
 			}
 		}
@@ -599,11 +599,16 @@ type recorded struct {
 	outer bool
 	log   *[]string
 	kind  message.Kind
-	alg   message.Algorithm
 }
 
-func (l *recorded) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
-	return l.alg, nil
+// levelOf returns the Registration of a level whose backend is b and whose operations use alg.
+func levelOf(b ops.Backend, alg message.Algorithm) ops.Registration {
+	return ops.Registration{
+		Plan: func([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
+			return alg, nil
+		},
+		New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil },
+	}
 }
 
 func (l *recorded) Start(op ops.Operation) error {
@@ -678,10 +683,8 @@ inner allgather ends
 func stagesOf(t *testing.T, alg message.Algorithm, chunks int) string {
 	t.Helper()
 	var log []string
-	level := func(name string, outer bool) hier.New {
-		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-			return &recorded{name: name, outer: outer, log: &log, alg: alg}, nil
-		}
+	level := func(name string, outer bool) ops.Registration {
+		return levelOf(&recorded{name: name, outer: outer, log: &log}, alg)
 	}
 	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level("inner", false),
 		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
@@ -742,11 +745,8 @@ func TestFailureEndsBothLevels(t *testing.T) {
 	failure := errors.New("the link is gone")
 	inner := &busy{recorded: recorded{name: "inner", log: &log}}
 	outer := &busy{recorded: recorded{name: "outer", log: &log}, failure: failure}
-	level := func(b ops.Backend) hier.New {
-		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }
-	}
-	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level(inner), Outer: level(outer),
-		Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: levelOf(inner, message.NoAlgorithm),
+		Outer: levelOf(outer, message.NoAlgorithm), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
 	if err != nil {
 		t.Fatal(err)
 	}

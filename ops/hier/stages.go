@@ -63,7 +63,7 @@ func (b *Backend) allreduceStages() []stage {
 // plan sets the algorithm of an operation of a level with numBytes bytes. The level chooses it.
 func (b *Backend) plan(l *level, op *ops.Operation, numBytes int) (err error) {
 	b.response.Kind, b.response.DType, b.response.Op = op.Kind, op.DType, op.Op
-	op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(numBytes), nil)
+	op.Algorithm, err = l.plan(l.ranks, &b.response, int64(numBytes), nil)
 	return err
 }
 

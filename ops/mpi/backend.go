@@ -19,11 +19,10 @@ import (
 // backend is the ops.Backend of one process set. An error ends it, because MPI does not say in which state an
 // operation is after an error. Then no process set can use MPI any more.
 type backend struct {
-	world         *world
-	comm          comm
-	deterministic bool
-	yielder       shmem.Yielder
-	err           error // the error that ended the backend, or nil
+	world   *world
+	comm    comm
+	yielder shmem.Yielder
+	err     error // the error that ended the backend, or nil
 
 	op      ops.Operation // the operation in progress
 	started bool          // whether an operation is in progress
@@ -46,8 +45,11 @@ type backend struct {
 	begin  func() error // beginNow, made once so that no call allocates
 }
 
-// Plan implements ops.Backend.
-func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
+// planner decides which responses MPI runs.
+type planner struct{ deterministic bool }
+
+// plan is the ops.Planner.
+func (p planner) plan(_ []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
@@ -61,7 +63,7 @@ func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
 		return message.NoAlgorithm, err
 	case op == tensor.Adasum:
 		return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, op)
-	case b.deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
+	case p.deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
 		return message.NoAlgorithm, errors.New(
 			"MPI may add in any order, but HVD_DETERMINISTIC is set")
 	}

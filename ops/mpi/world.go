@@ -366,10 +366,10 @@ func (w *world) abandon(err error, pins ...*runtime.Pinner) {
 
 // Register implements World.
 func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
-	return ops.Registration{ID: message.MPI,
+	return ops.Registration{ID: message.MPI, Plan: planner{deterministic}.plan,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
 			b := &backend{
-				world: w, deterministic: deterministic, comm: newComm(ranks, set),
+				world: w, comm: newComm(ranks, set),
 				pins: new(runtime.Pinner), kept: new(runtime.Pinner),
 				yielder: shmem.Yielder{Stay: oversubscribed || runtime.NumCPU() == 1},
 			}

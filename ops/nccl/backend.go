@@ -22,13 +22,13 @@ import (
 
 // Register returns the Registration of the backend.
 func (l *Library) Register(cfg Config) ops.Registration {
-	return ops.Registration{ID: message.NCCL, Lists: ops.Always, Devices: true,
+	return ops.Registration{ID: message.NCCL, Plan: cfg.plan, Lists: ops.Always, Devices: true,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			if cfg.Streams > 1 && l.Version < 21700 {
 				return nil, fmt.Errorf("nccl: %s has version %s, want at least 2.17 for %d streams "+
 					"(HOROVOD_NUM_NCCL_STREAMS)", l.File, versionText(l.Version), cfg.Streams)
 			}
-			host, err := cfg.Host(set, ranks, me)
+			host, err := cfg.Host.New(set, ranks, me)
 			if err != nil {
 				return nil, err
 			}
@@ -88,10 +88,10 @@ type device struct {
 	retired [][]byte
 }
 
-// Plan implements ops.Backend.
-func (b *backend) Plan(members []topo.Rank, r *message.Response, _ int64,
+// plan is the ops.Planner.
+func (cfg Config) plan(members []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
-	if setting, refused := b.cfg.InHost[r.Kind]; refused {
+	if setting, refused := cfg.InHost[r.Kind]; refused {
 		return message.NoAlgorithm, fmt.Errorf("%s is not nccl", setting)
 	}
 	if !r.Kind.Reduces() {
@@ -123,7 +123,7 @@ func (b *backend) Plan(members []topo.Rank, r *message.Response, _ int64,
 			"type %v", factor, dt)
 	case dt == tensor.Float16 && r.Prescale < 1 && r.Postscale > 1:
 		refusal = "NCCL applies the postscale before the reduction, where it would undo the prescale"
-	case b.cfg.Deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
+	case cfg.Deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
 		refusal = "NCCL may add in any order, but HVD_DETERMINISTIC is set"
 	default:
 		return message.NoAlgorithm, nil
@@ -356,7 +356,7 @@ func (b *backend) connect(ctx context.Context) error {
 // onHost runs an operation of the host backend. All ranks plan the same algorithm.
 func (b *backend) onHost(ctx context.Context, op ops.Operation) (err error) {
 	r := message.Response{Kind: op.Kind, DType: tensor.Uint8, Shape: tensor.Shape{int64(len(op.Buf))}}
-	if op.Algorithm, err = b.host.Plan(b.ranks, &r, int64(len(op.Buf)), nil); err != nil {
+	if op.Algorithm, err = b.cfg.Host.Plan(b.ranks, &r, int64(len(op.Buf)), nil); err != nil {
 		return err
 	}
 	return ops.Run(ctx, b.host, op)

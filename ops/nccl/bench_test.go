@@ -13,7 +13,6 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/nccl"
@@ -28,9 +27,7 @@ func launcher(t testing.TB, tensors int) func() {
 		t.Fatal(err)
 	}
 	b, err := l.Register(nccl.Config{StartTimeout: time.Minute,
-		Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-			return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
-		}}).New(0, []topo.Rank{0}, 0)
+		Host: tcp.Register(mem.New(1).Mesh(0), tcp.Config{})}).New(0, []topo.Rank{0}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -48,7 +48,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
 )
 
@@ -74,9 +73,9 @@ type Config struct {
 	// Device, modulo the number of devices of the host, is the device of this rank for operations for which
 	// it has no tensor because it has joined.
 	Device int
-	// Host makes the backend with which the ranks of a set exchange unique ids and the sizes of blocks. It
+	// Host is the backend with which the ranks of a set exchange unique ids and the sizes of blocks. It
 	// must run broadcast and alltoall.
-	Host func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
+	Host ops.Registration
 	// StartTimeout bounds how long NCCL may take to connect the ranks of a communicator.
 	StartTimeout time.Duration
 	// Streams is the number of streams of each device. 0 means 1. Process set s uses stream s modulo Streams.

@@ -20,7 +20,6 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/nccl"
@@ -113,9 +112,7 @@ func (f follower) Ended(err error) { f <- err }
 func backendOf(t *testing.T, l *nccl.Library, set topo.ProcessSetID) ops.Backend {
 	t.Helper()
 	b, err := l.Register(nccl.Config{Streams: 2, StartTimeout: time.Minute,
-		Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-			return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
-		}}).New(set, []topo.Rank{0}, 0)
+		Host: tcp.Register(mem.New(1).Mesh(0), tcp.Config{})}).New(set, []topo.Rank{0}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

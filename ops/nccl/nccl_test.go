@@ -22,7 +22,6 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/nccl"
@@ -68,9 +67,7 @@ func clusterOf(t *testing.T, n int, startTimeout time.Duration) []*member {
 		ranks[i], devices[i] = topo.Rank(i), tensor.CUDA(i)
 	}
 	for i := range n {
-		host := func(_ topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-			return tcp.New(meshes.Mesh(topo.Rank(me)), transport.Lane(3), ranks, me, tcp.Config{}), nil
-		}
+		host := tcp.Register(meshes.Mesh(topo.Rank(i)), tcp.Config{})
 		l := load(t, n)
 		cfg := nccl.Config{Device: i, Host: host, StartTimeout: startTimeout}
 		b, err := l.Register(cfg).New(0, ranks, i)
@@ -377,9 +374,7 @@ func TestDevicesChange(t *testing.T) {
 			ranks, l := []topo.Rank{0, 1}, libraries[me]
 			defer l.Close()
 			b, err := l.Register(nccl.Config{Device: me, StartTimeout: time.Minute,
-				Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-					return tcp.New(meshes.Mesh(topo.Rank(me)), 3, ranks, me, tcp.Config{}), nil
-				}}).New(0, ranks, me)
+				Host: tcp.Register(meshes.Mesh(topo.Rank(me)), tcp.Config{})}).New(0, ranks, me)
 			if err != nil {
 				t.Error(err)
 				return
@@ -417,7 +412,7 @@ func scaled(dt tensor.DType, op tensor.ReduceOp, pre, post float64) message.Resp
 }
 
 func TestPlan(t *testing.T) {
-	b := cluster(t, 1)[0].backend
+	plan := load(t, 1).Register(nccl.Config{}).Plan
 	for _, c := range []struct {
 		r    message.Response
 		want string
@@ -447,7 +442,7 @@ func TestPlan(t *testing.T) {
 		{scaled(tensor.Float64, tensor.Sum, 1e-39, 1), ""},
 		{scaled(tensor.Float64, tensor.Sum, math.Inf(1), 1), "is no normal number of type float64"},
 	} {
-		_, err := b.Plan([]topo.Rank{0, 1}, &c.r, 4, nil)
+		_, err := plan([]topo.Rank{0, 1}, &c.r, 4, nil)
 		if c.want == "" && err != nil {
 			t.Errorf("%+v: got %v", c.r, err)
 		}

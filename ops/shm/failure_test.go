@@ -311,32 +311,30 @@ func TestRefused(t *testing.T) {
 }
 
 func TestPlan(t *testing.T) {
-	run(t, 2, shm.Config{}, func(r *rank) error {
-		for _, c := range []struct {
-			response message.Response
-			ok       bool
-		}{
-			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum}, true},
-			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Average}, true},
-			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Adasum}, true},
-			{message.Response{Kind: message.Allreduce, DType: tensor.Int32, Op: tensor.Adasum}, false},
-			{message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Op: tensor.Adasum}, false},
-			{message.Response{Kind: message.Reducescatter, DType: tensor.Bool, Op: tensor.Sum}, false},
-			{message.Response{Kind: message.Alltoall}, true},
-			{message.Response{Kind: message.Barrier}, false},
-		} {
-			alg, err := r.Plan(nil, &c.response, 4, nil)
-			if (err == nil) != c.ok || c.ok && alg != message.Direct {
-				t.Errorf("%v by %v: got %v, %v", c.response.Kind, c.response.Op, alg, err)
-			}
+	b := shm.Register(nil, shm.Config{})
+	for _, c := range []struct {
+		response message.Response
+		ok       bool
+	}{
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum}, true},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Average}, true},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Adasum}, true},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Int32, Op: tensor.Adasum}, false},
+		{message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Op: tensor.Adasum}, false},
+		{message.Response{Kind: message.Reducescatter, DType: tensor.Bool, Op: tensor.Sum}, false},
+		{message.Response{Kind: message.Alltoall}, true},
+		{message.Response{Kind: message.Barrier}, false},
+	} {
+		alg, err := b.Plan(nil, &c.response, 4, nil)
+		if (err == nil) != c.ok || c.ok && alg != message.Direct {
+			t.Errorf("%v by %v: got %v, %v", c.response.Kind, c.response.Op, alg, err)
 		}
-		return nil
-	})
+	}
 }
 
 // Plan refuses a process set whose members do not all share memory, and allocates nothing.
 func TestPlanOfMembers(t *testing.T) {
-	b := shm.New(&rankMemory{newHost(), 0}, 1, []topo.Rank{0}, 0, shm.Config{Groups: []topo.Rank{0, 0, 2, 0}})
+	b := shm.Register(nil, shm.Config{Groups: []topo.Rank{0, 0, 2, 0}})
 	for members, ok := range map[[2]topo.Rank]bool{{0, 1}: true, {1, 3}: true, {0, 2}: false, {2, 2}: true} {
 		r := &message.Response{Kind: message.Allgather}
 		if _, err := b.Plan(members[:], r, 4, nil); (err == nil) != ok {

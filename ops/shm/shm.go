@@ -92,14 +92,11 @@ type Config struct {
 // error wraps a *transport.PeerError that names the peer. If the context of a call ends, the error wraps
 // context.Cause. A waiting call notices the end of its context within 20 ms.
 type Backend struct {
-	mem    transport.Memory
-	lane   transport.Lane
-	ranks  []topo.Rank
-	me     int
-	find   func([]byte) (arena.Ref, bool)
-	groups []topo.Rank
-	// deterministic has Config.Deterministic.
-	deterministic bool
+	mem   transport.Memory
+	lane  transport.Lane
+	ranks []topo.Rank
+	me    int
+	find  func([]byte) (arena.Ref, bool)
 
 	stageBytes     int64
 	smallBytes     int64
@@ -168,9 +165,8 @@ type peer struct {
 func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
-		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find, groups: cfg.Groups,
-		deterministic: cfg.Deterministic,
-		stageBytes:    cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
+		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
+		stageBytes: cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
 		spins: spins, yields: yields,
 		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
 		counts: make([][]int64, n),
@@ -215,7 +211,7 @@ func (cfg *Config) stage(n int) int64 {
 // they share their segments when the backend of the set is made, before any operation. Every other set shares
 // its segments with its first operation, because it may never run an operation on this backend.
 func Register(mem transport.Memory, cfg Config) ops.Registration {
-	return ops.Registration{ID: message.SHM, Lists: ops.Always,
+	return ops.Registration{ID: message.SHM, Plan: cfg.plan, Lists: ops.Always,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			b := New(mem, transport.DataLane(set), ranks, me, cfg)
 			if set == topo.Global && len(ranks) > 1 && together(cfg.Groups, ranks) {
@@ -292,18 +288,18 @@ func (b *Backend) peerError(i int, err error) error {
 // this rank read them.
 var errGivenUp = errors.New("the peer abandoned the operation")
 
-// errApart and errAdasum are variables so that a refusal allocates nothing: the coordinator calls Plan for
-// every grant.
+// errApart and errAdasum are variables so that a refusal allocates nothing: the coordinator plans every
+// grant.
 var (
 	errApart  = errors.New("the members of the process set do not all share memory")
 	errAdasum = errors.New("in deterministic mode, the bits of an adasum must not depend on the hosts of the ranks")
 )
 
-// Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
-// other ranks.
-func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64,
+// plan is the ops.Planner. The algorithm is always direct: the owner of a block reads the block from all other
+// ranks.
+func (cfg Config) plan(members []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
-	if !together(b.groups, members) {
+	if !together(cfg.Groups, members) {
 		return message.NoAlgorithm, errApart
 	}
 	switch r.Kind {
@@ -311,7 +307,7 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64,
 		if r.Kind != message.Allreduce && r.Op.Base() == tensor.Adasum {
 			return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, r.Op)
 		}
-		if b.deterministic && r.Op.Base() == tensor.Adasum {
+		if cfg.Deterministic && r.Op.Base() == tensor.Adasum {
 			return message.NoAlgorithm, errAdasum
 		}
 		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {

@@ -12,6 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -25,7 +26,7 @@ func TestTable(t *testing.T) {
 		{Kind: message.Allreduce, MaxRanks: 4, Algorithm: message.HalvingDoubling},
 		{Kind: message.Allgather, Algorithm: message.Bruck},
 	}
-	b := newCluster(memMeshes(2), upTo(2), tcp.Config{Table: table}).backends[0]
+	b := tcp.Register(memMeshes(2)[0], tcp.Config{Table: table})
 	for _, c := range []struct {
 		kind     message.Kind
 		dt       tensor.DType
@@ -55,7 +56,7 @@ func TestTable(t *testing.T) {
 
 // By default an alltoall among more than 32 ranks uses Bruck's algorithm. Its size is not known.
 func TestAlltoallByDefault(t *testing.T) {
-	b := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
+	b := tcp.Register(memMeshes(2)[0], tcp.Config{})
 	for n, want := range map[int]message.Algorithm{2: message.Direct, 32: message.Direct,
 		33: message.Bruck} {
 		if got, err := b.Plan(upTo(n), &message.Response{Kind: message.Alltoall}, 0, nil); got != want {
@@ -68,10 +69,7 @@ func TestAlltoallByDefault(t *testing.T) {
 func TestTableWithin(t *testing.T) {
 	cfg := tcp.Config{Table: tcp.Table{{Kind: message.Allgather, Algorithm: message.Ring}},
 		Forced: tcp.Forced{message.Allgather: message.Bruck}}
-	b, err := tcp.Within(memMeshes(2)[0], transport.OuterLane, cfg)(topo.Global, upTo(2), 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	b := tcp.Within(memMeshes(2)[0], transport.OuterLane, cfg)
 	if got, err := b.Plan(upTo(2), &message.Response{Kind: message.Allgather}, 4, nil); got != message.Ring {
 		t.Errorf("got %v, %v, want ring", got, err)
 	}
@@ -84,7 +82,7 @@ func TestForced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := newCluster(memMeshes(3), upTo(3), tcp.Config{Forced: forced}).backends[0]
+	b := tcp.Register(memMeshes(3)[0], tcp.Config{Forced: forced})
 	plan := func(kind message.Kind, dt tensor.DType, op tensor.ReduceOp) (message.Algorithm, error) {
 		return b.Plan(upTo(3), &message.Response{Kind: kind, DType: dt, Op: op}, 4, nil)
 	}
@@ -113,12 +111,11 @@ func TestForced(t *testing.T) {
 // A tuned algorithm comes after a forced one and before the table. If it cannot serve an operation, the table
 // applies.
 func TestTunedAlgorithm(t *testing.T) {
-	free := newCluster(memMeshes(3), upTo(3), tcp.Config{}).backends[0]
-	forced := newCluster(memMeshes(3), upTo(3),
-		tcp.Config{Forced: tcp.Forced{message.Allreduce: message.Ring}}).backends[0]
+	free := tcp.Register(memMeshes(3)[0], tcp.Config{})
+	forced := tcp.Register(memMeshes(3)[0], tcp.Config{Forced: tcp.Forced{message.Allreduce: message.Ring}})
 	tuned := &message.Tuning{Allreduce: message.HalvingDoubling}
 	for _, c := range []struct {
-		b    *opstest.Blocking
+		b    ops.Registration
 		kind message.Kind
 		dt   tensor.DType
 		t    *message.Tuning

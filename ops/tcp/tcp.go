@@ -109,11 +109,8 @@ type Backend struct {
 	ranks []topo.Rank
 	me    int
 
-	defaultSegment int // the segment size in bytes of operations that do not have one
-	segBytes       int // the segment size of the operation in progress
-	deterministic  bool
-	table          Table
-	forced         Forced
+	defaultSegment int       // the segment size in bytes of operations that do not have one
+	segBytes       int       // the segment size of the operation in progress
 	conns          []*stream // indexed by rank of the set; nil until the channel is needed
 	unsent         []*stream // the streams with pending bytes
 	yielder        shmem.Yielder
@@ -150,20 +147,16 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	n := len(ranks)
 	b := &Backend{
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
-		defaultSegment: cfg.SegmentBytes, deterministic: cfg.Deterministic,
-		yielder: shmem.Yielder{Stay: cfg.Oversubscribed},
-		table:   cfg.Table, forced: cfg.Forced,
-		conns:   make([]*stream, n),
-		parts:   make(cut, n+1),
-		sources: make([][]byte, n),
-		sent:    [2][]uint64{make([]uint64, n), make([]uint64, n)},
-		blocks:  newBlocks(n),
+		defaultSegment: cfg.SegmentBytes,
+		yielder:        shmem.Yielder{Stay: cfg.Oversubscribed},
+		conns:          make([]*stream, n),
+		parts:          make(cut, n+1),
+		sources:        make([][]byte, n),
+		sent:           [2][]uint64{make([]uint64, n), make([]uint64, n)},
+		blocks:         newBlocks(n),
 	}
 	if b.defaultSegment <= 0 {
 		b.defaultSegment = DefaultSegmentBytes
-	}
-	if b.table == nil {
-		b.table = DefaultTable
 	}
 	b.watch.abort = func(err error) { mesh.Abort(lane, err) }
 	return b
@@ -172,76 +165,23 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 // Register returns the Registration of the backend for an ops.Registry.
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.TCP,
+		Plan:  newPlanner(cfg).plan,
 		Lists: takesLists,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
 		}}
 }
 
-// Within returns a function that makes a backend which another backend of the process set uses. It uses the
-// lane that the function lane returns, because the backend that Register returns has the set's DataLane. Each
-// rank plans the operations itself, so cfg.Table must be the same at all ranks. cfg.Forced does not apply.
-func Within(mesh transport.Mesh, lane func(topo.ProcessSetID) transport.Lane,
-	cfg Config) func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+// Within returns the Registration of a backend which another backend of the process set uses. It uses the lane
+// that the function lane returns, because the backend that Register returns has the set's DataLane. Each rank
+// plans the operations itself, so cfg.Table must be the same at all ranks. cfg.Forced does not apply.
+func Within(mesh transport.Mesh, lane func(topo.ProcessSetID) transport.Lane, cfg Config) ops.Registration {
 	cfg.Forced = nil
-	return func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+	r := Register(mesh, cfg)
+	r.New = func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 		return New(mesh, lane(set), ranks, me, cfg), nil
 	}
-}
-
-// Plan implements ops.Backend. It chooses the algorithm that the user has forced, or else the algorithm that
-// was tuned, or else the algorithm of the first rule of the table that applies.
-func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64,
-	t *message.Tuning) (message.Algorithm, error) {
-	all := algorithms[r.Kind]
-	if all == nil {
-		return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
-	}
-	if r.Kind.Reduces() {
-		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
-			return message.NoAlgorithm, err
-		}
-		if op := r.Op.Base(); op == tensor.Adasum {
-			if r.Kind != message.Allreduce {
-				return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, op)
-			}
-			return message.HalvingDoubling, nil
-		}
-	}
-	can := func(a message.Algorithm) bool { return keepsOrder(a) || !b.needsOrder(r, len(members)) }
-	if alg := b.forced[r.Kind]; alg != message.NoAlgorithm {
-		if can(alg) {
-			return alg, nil
-		}
-		return message.NoAlgorithm, fmt.Errorf(
-			"%v=%v cannot be forced for a %v of %v, which is computed in the order of the ranks and rounded once: %s can",
-			r.Kind, alg, r.Op, r.WireType(), list(slices.DeleteFunc(slices.Clone(all),
-				func(a message.Algorithm) bool { return !can(a) })))
-	}
-	if t != nil && r.Kind == message.Allreduce && t.Allreduce != message.NoAlgorithm && can(t.Allreduce) {
-		return t.Allreduce, nil
-	}
-	for i := range b.table {
-		if rule := &b.table[i]; rule.applies(r.Kind, len(members), numBytes) && can(rule.Algorithm) {
-			return rule.Algorithm, nil
-		}
-	}
-	return all[slices.IndexFunc(all, can)], nil
-}
-
-// needsOrder reports whether a reduction over n ranks must be computed in the order of the ranks, in full
-// precision: sums and products of half-precision types, and in deterministic mode of all floating-point
-// types, over more than two ranks. The order cannot change any other result.
-func (b *Backend) needsOrder(r *message.Response, n int) bool {
-	dt := r.WireType()
-	op := r.Op.Base()
-	return n > 2 && r.Kind.Reduces() && dt.IsFloat() && op != tensor.Min && op != tensor.Max &&
-		(dt.IsHalf() || b.deterministic)
-}
-
-// keepsOrder reports whether the algorithm computes reductions in the order of the ranks.
-func keepsOrder(a message.Algorithm) bool {
-	return a == message.Direct || a == message.Exchange
+	return r
 }
 
 // Start implements ops.Backend.

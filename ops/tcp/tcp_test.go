@@ -176,8 +176,8 @@ func TestAllocs(t *testing.T) {
 // If no rule of the table applies, Plan chooses the first algorithm that can serve the operation. Over two
 // ranks the order of the additions changes nothing, so Plan chooses the same algorithm for all types.
 func TestPlan(t *testing.T) {
-	fast := newCluster(memMeshes(3), upTo(3), tcp.Config{Table: tcp.Table{}}).backends[0]
-	same := newCluster(memMeshes(3), upTo(3), tcp.Config{Table: tcp.Table{}, Deterministic: true}).backends[0]
+	fast := tcp.Register(memMeshes(3)[0], tcp.Config{Table: tcp.Table{}})
+	same := tcp.Register(memMeshes(3)[0], tcp.Config{Table: tcp.Table{}, Deterministic: true})
 	const none = message.NoAlgorithm // means that Plan must return an error
 	for _, test := range []struct {
 		r                        message.Response
@@ -228,20 +228,24 @@ func TestPlan(t *testing.T) {
 		{message.Response{Kind: message.Join}, none, none},
 		{message.Response{Kind: message.Error}, none, none},
 	} {
-		for b, want := range map[*opstest.Blocking]message.Algorithm{fast: test.usual,
-			same: test.wantDeterministic} {
+		for deterministic, want := range map[bool]message.Algorithm{false: test.usual,
+			true: test.wantDeterministic} {
+			b := fast
+			if deterministic {
+				b = same
+			}
 			for _, numBytes := range []int64{0, 1 << 10, 1 << 40} {
 				got, err := b.Plan(upTo(3), &test.r, numBytes, nil)
 				if got != want || (err == nil) != (want != none) {
 					t.Errorf("%v %v of %v, deterministic=%v: got %v, %v, want %v", test.r.Kind, test.r.Op,
-						test.r.WireType(), b == same, got, err, want)
+						test.r.WireType(), deterministic, got, err, want)
 				}
 				if !test.r.Kind.Reduces() || want != message.Direct || test.r.Kind == message.Reduce {
 					continue
 				}
 				if got, err := b.Plan(upTo(2), &test.r, numBytes, nil); got != message.Ring || err != nil {
 					t.Errorf("%v %v of %v over two ranks, deterministic=%v: got %v, %v, want ring", test.r.Kind,
-						test.r.Op, test.r.WireType(), b == same, got, err)
+						test.r.Op, test.r.WireType(), deterministic, got, err)
 				}
 			}
 		}
