@@ -56,7 +56,7 @@ func (b *Backend) adasumHalvingDoubling(buf []byte) {
 	sender := b.me + p // the rank that sends its vector to this rank; no such rank exists if sender >= n
 	if sender < n {
 		whole := byteRange{0, len(buf)}
-		b.combineParts(buf, whole, b.receiveDots(b.conn(sender), buf, whole, p), p)
+		b.combineParts(buf, whole, b.receiveDots(b.steps.conn(sender), buf, whole, p), p)
 	}
 	for d := 1; d < p; d *= 2 {
 		b.halve(d, buf)
@@ -65,7 +65,7 @@ func (b *Backend) adasumHalvingDoubling(buf []byte) {
 		b.unite(d, buf)
 	}
 	if sender < n {
-		b.send(b.conn(sender), buf)
+		b.steps.send(b.steps.conn(sender), buf)
 	}
 }
 
@@ -73,13 +73,13 @@ func (b *Backend) adasumHalvingDoubling(buf []byte) {
 // block hold the same part of the two vectors. Each of them combines one half of that part.
 func (b *Backend) halve(d int, buf []byte) {
 	c, mine, theirs := b.halves(d, len(buf))
-	b.send(c, theirs.of(buf))
+	b.steps.send(c, theirs.of(buf))
 	other := b.receiveDots(c, buf, mine, d)
 	// At each distance both ranks of a pair add the same two numbers, so in the end all 2d ranks have the
 	// same bits. The last exchange is again with the partner in the other block. The flush in that exchange
 	// also ensures that the half for the partner has been sent, so that it may be overwritten.
 	for e := 1; e <= d; e *= 2 {
-		b.addDots(b.conn(b.me ^ e))
+		b.addDots(b.steps.conn(b.me ^ e))
 	}
 	b.combineParts(buf, mine, other, d)
 }
@@ -88,15 +88,15 @@ func (b *Backend) halve(d int, buf []byte) {
 // the dot products of each segment when it has arrived. It returns the memory that has the range of the
 // partner.
 func (b *Backend) receiveDots(c *stream, buf []byte, s byteRange, d int) (other []byte) {
-	b.compute(func(b *Backend, _ *action) { clear(b.adasum.dots) }, action{})
+	b.steps.compute(func(b *Backend, _ *action) { clear(b.adasum.dots) }, action{})
 	other = b.adasum.other.room(s.numBytes())
-	seg := b.segment(b.op.DType.Size())
+	seg := b.steps.segment(b.op.DType.Size())
 	for rest, r := other, s; r.numBytes() > 0; {
 		var in []byte
 		in, rest = split(rest, seg)
 		part := byteRange{r.from, r.from + len(in)}
-		b.receive(c, in)
-		b.compute((*Backend).addDotsOf, action{r: part, buf: part.of(buf), in: in, d: d})
+		b.steps.receive(c, in)
+		b.steps.compute((*Backend).addDotsOf, action{r: part, buf: part.of(buf), in: in, d: d})
 		r.from = part.to
 	}
 	return other
@@ -112,7 +112,7 @@ func (b *Backend) addDotsOf(a *action) {
 // b.adasum.dots. The other rank does the same.
 func (b *Backend) addDots(c *stream) {
 	b.exchange(c, tensor.Bytes(b.adasum.dots), tensor.Bytes(b.adasum.otherDots))
-	b.compute(func(b *Backend, _ *action) {
+	b.steps.compute(func(b *Backend, _ *action) {
 		for i, v := range b.adasum.otherDots {
 			b.adasum.dots[i] += v
 		}
@@ -122,7 +122,7 @@ func (b *Backend) addDots(c *stream) {
 // combineParts combines range s of buf with the same range of the partner at distance d, with the factors
 // that follow from b.adasum.dots.
 func (b *Backend) combineParts(buf []byte, s byteRange, other []byte, d int) {
-	b.compute(func(b *Backend, a *action) {
+	b.steps.compute(func(b *Backend, a *action) {
 		x, y := b.sides(a)
 		b.adasum.combiner.Combine(a.buf, x, y, a.r.from, b.adasum.dots)
 	}, action{r: s, buf: s.of(buf), in: other, d: d})

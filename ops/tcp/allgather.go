@@ -17,7 +17,7 @@ func (b *Backend) beginAllgather() error {
 	case b.op.Algorithm == message.Bruck:
 		b.allgatherBruck(b.op.Buf)
 	default:
-		b.repeat(len(b.ranks)-1, (*Backend).allgatherRing)
+		b.steps.repeat(len(b.ranks)-1, (*Backend).allgatherRing)
 	}
 	return nil
 }
@@ -25,16 +25,16 @@ func (b *Backend) beginAllgather() error {
 // allgatherRing appends round s of an allgather, from 0 to n-2. Rank i receives part i-s-1 (modulo n). It
 // sends the part on unless the round is the last. No byte of the buffer is written after it was sent.
 func (b *Backend) allgatherRing(s int) error {
-	right, left := b.neighbours()
+	right, left := b.steps.neighbours()
 	if s == 0 {
-		b.send(right, b.parts.part(b.op.Buf, b.me))
+		b.steps.send(right, b.parts.part(b.op.Buf, b.me))
 	}
 	for rest := b.before(b.op.Buf, s+1); len(rest) > 0; {
 		var p []byte
-		p, rest = split(rest, b.segBytes)
-		b.receive(left, p)
-		if s < b.rounds-1 {
-			b.send(right, p)
+		p, rest = split(rest, b.steps.segBytes)
+		b.steps.receive(left, p)
+		if s < b.steps.rounds-1 {
+			b.steps.send(right, p)
 		}
 	}
 	return nil

@@ -7,13 +7,15 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // countBytes is the size of the header that precedes each block of an alltoall. The header is the length of
 // the block, as a little-endian uint64.
 const countBytes = 8
 
-// beginAlltoall begins an alltoall.
+// alltoall runs the operations in which each rank sends a block to each other rank: an alltoall, and a gather
+// and a scatter, in which only the blocks to or from the root exist and need only the channels to the root.
 //
 // With Direct, every rank sends each other rank the length of its block, in 8 bytes, and then the block. When
 // the lengths from all ranks have arrived, the output is allocated, and the blocks are read directly into the
@@ -22,26 +24,31 @@ const countBytes = 8
 // With Bruck, the lengths pass through other ranks, in ceil(log2 n) steps, and so do the blocks if none of
 // them has more than maxPassedBytes. Larger blocks are sent directly.
 //
-// A gather and a scatter are alltoalls in which only the blocks to or from the root exist, and need only the
-// channels to the root.
-//
 // If the announced lengths add up to more than an int64 can hold, the operation fails before allocate is
 // called. The backend does not check whether there is enough memory for the total, because allocate does.
-func (b *Backend) beginAlltoall() error {
-	if err := b.by(algorithms[b.op.Kind]...); err != nil {
+type alltoall struct {
+	op     *ops.Operation
+	steps  *schedule
+	input  cut // the boundaries of the blocks in op.Buf
+	blocks blocks
+	// slots and in are the state and the memory of an alltoall by Bruck.
+	slots slots
+	in    scratch
+}
+
+// begin begins an operation whose algorithm has been checked.
+func (t *alltoall) begin() error {
+	if err := t.op.CheckRoot(len(t.steps.ranks)); err != nil {
 		return err
 	}
-	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
+	if err := t.input.by(t.op.Counts, len(t.op.Buf), 1); err != nil {
 		return err
 	}
-	if err := b.parts.by(b.op.Counts, len(b.op.Buf), 1); err != nil {
-		return err
+	round := func(b *Backend, round int) error { return b.alltoall.direct(round) }
+	if t.op.Algorithm == message.Bruck {
+		round = func(b *Backend, round int) error { return b.alltoall.bruck(round) }
 	}
-	if b.op.Algorithm == message.Bruck {
-		b.repeat(2, (*Backend).alltoallBruck)
-		return nil
-	}
-	b.repeat(2, (*Backend).alltoallDirect)
+	t.steps.repeat(2, round)
 	return nil
 }
 
@@ -60,53 +67,53 @@ func newBlocks(n int) blocks {
 		cut: make(cut, n+1)}
 }
 
-// alltoallDirect appends a round of an alltoall. In the first round, this rank sends each part of the input
-// buffer to its rank, and receives the lengths of the blocks for this rank. In the second round, it receives
-// these blocks. This cannot deadlock, because every rank queues all its data before it reads anything.
-func (b *Backend) alltoallDirect(round int) error {
-	headers := b.blocks.arrived
+// direct appends a round of an alltoall. In the first round, this rank sends each part of the input buffer to
+// its rank, and receives the lengths of the blocks for this rank. In the second round, it receives these
+// blocks. This cannot deadlock, because every rank queues all its data before it reads anything.
+func (t *alltoall) direct(round int) error {
+	headers := t.blocks.arrived
 	if round == 0 {
-		b.connectForBlocks()
-		b.sendBlocks(true)
-		for i := range b.ranks {
-			if i != b.me && b.op.Sends(i, b.me) {
-				b.receive(b.conn(i), headers[i*countBytes:][:countBytes])
+		t.connectForBlocks()
+		t.sendBlocks(true)
+		for i := range t.steps.ranks {
+			if i != t.steps.me && t.op.Sends(i, t.steps.me) {
+				t.steps.receive(t.steps.conn(i), headers[i*countBytes:][:countBytes])
 			}
 		}
 		return nil
 	}
-	for i := range b.ranks {
+	for i := range t.steps.ranks {
 		var k uint64
 		switch {
-		case i == b.me:
-			k = uint64(b.op.Counts[i])
-		case b.op.Sends(i, b.me):
+		case i == t.steps.me:
+			k = uint64(t.op.Counts[i])
+		case t.op.Sends(i, t.steps.me):
 			k = binary.LittleEndian.Uint64(headers[i*countBytes:])
 		}
-		if err := b.blocks.add(i, k, b.ranks); err != nil {
+		if err := t.blocks.add(i, k, t.steps.ranks); err != nil {
 			return err
 		}
 	}
-	if err := b.allocate(); err != nil {
+	if err := t.allocate(); err != nil {
 		return err
 	}
-	b.receiveBlocks()
+	t.receiveBlocks()
 	return nil
 }
 
 // connectForBlocks makes the missing channels over which blocks are sent.
-func (b *Backend) connectForBlocks() {
-	for i := range b.ranks {
-		if i != b.me && (b.op.Sends(i, b.me) || b.op.Sends(b.me, i)) {
-			b.conn(i)
+func (t *alltoall) connectForBlocks() {
+	for i := range t.steps.ranks {
+		if i != t.steps.me && (t.op.Sends(i, t.steps.me) || t.op.Sends(t.steps.me, i)) {
+			t.steps.conn(i)
 		}
 	}
 }
 
 // allocate sets the output buffer of an alltoall, for the received lengths.
-func (b *Backend) allocate() (err error) {
-	b.blocks.out, err = b.op.Allocate(b.blocks.counts)
-	if total, got := b.blocks.cut[len(b.ranks)], len(b.blocks.out); err == nil && int64(got) != total {
+func (t *alltoall) allocate() (err error) {
+	t.blocks.out, err = t.op.Allocate(t.blocks.counts)
+	if total, got := t.blocks.cut[len(t.steps.ranks)], len(t.blocks.out); err == nil && int64(got) != total {
 		err = fmt.Errorf("got an output buffer of %d bytes, want %d", got, total)
 	}
 	return err
@@ -115,31 +122,31 @@ func (b *Backend) allocate() (err error) {
 // sendBlocks sends a block to each other rank: that rank's part of the input buffer. If headers is set, a
 // header with the length of the block precedes it. sendBlocks begins with the next rank, so that not all
 // ranks begin with the same peer.
-func (b *Backend) sendBlocks(headers bool) {
-	n := len(b.ranks)
+func (t *alltoall) sendBlocks(headers bool) {
+	n := len(t.steps.ranks)
 	for k := 1; k < n; k++ {
-		to := (b.me + k) % n
-		if !b.op.Sends(b.me, to) {
+		to := (t.steps.me + k) % n
+		if !t.op.Sends(t.steps.me, to) {
 			continue
 		}
-		c, p := b.conn(to), b.parts.part(b.op.Buf, to)
+		c, p := t.steps.conn(to), t.input.part(t.op.Buf, to)
 		if headers {
-			header := b.blocks.headers[to*countBytes:][:countBytes]
+			header := t.blocks.headers[to*countBytes:][:countBytes]
 			binary.LittleEndian.PutUint64(header, uint64(len(p)))
-			b.send(c, header)
+			t.steps.send(c, header)
 		}
-		b.send(c, p)
+		t.steps.send(c, p)
 	}
 }
 
 // receiveBlocks receives the blocks from all other ranks, and copies this rank's block for itself.
-func (b *Backend) receiveBlocks() {
-	out := b.blocks.out
-	copy(b.blocks.cut.part(out, b.me), b.parts.part(b.op.Buf, b.me))
-	n := len(b.ranks)
+func (t *alltoall) receiveBlocks() {
+	out := t.blocks.out
+	copy(t.blocks.cut.part(out, t.steps.me), t.input.part(t.op.Buf, t.steps.me))
+	n := len(t.steps.ranks)
 	for k := 1; k < n; k++ {
-		if from := (b.me + n - k) % n; b.op.Sends(from, b.me) {
-			b.receive(b.conn(from), b.blocks.cut.part(out, from))
+		if from := (t.steps.me + n - k) % n; t.op.Sends(from, t.steps.me) {
+			t.steps.receive(t.steps.conn(from), t.blocks.cut.part(out, from))
 		}
 	}
 }

@@ -14,13 +14,13 @@ import (
 func (b *Backend) allgatherBruck(out []byte) {
 	n := len(b.ranks)
 	for d := 1; d < n; d *= 2 {
-		to, from := b.conn((b.me+n-d)%n), b.conn((b.me+d)%n)
+		to, from := b.steps.conn((b.me+n-d)%n), b.steps.conn((b.me+d)%n)
 		blocks := min(d, n-d)
 		for _, p := range b.consecutive(out, b.me, blocks) {
-			b.send(to, p)
+			b.steps.send(to, p)
 		}
 		for _, p := range b.consecutive(out, (b.me+d)%n, blocks) {
-			b.receive(from, p)
+			b.steps.receive(from, p)
 		}
 	}
 }
@@ -62,89 +62,92 @@ func (s *slots) message(n, i, numBytes int) []byte {
 	return s.memory[n*s.width+i*(countBytes+n/2*s.width):][:numBytes]
 }
 
-// alltoallBruck appends a round of an alltoall in which lengths and small blocks pass through other ranks
-// (see beginAlltoall). The lengths pass in the first round, the blocks in the second.
-func (b *Backend) alltoallBruck(round int) error {
-	n, s, in := len(b.ranks), &b.slots, b.op.Buf
+// bruck appends a round of an alltoall in which lengths and small blocks pass through other ranks (see
+// alltoall). The lengths pass in the first round, the blocks in the second.
+func (t *alltoall) bruck(round int) error {
+	n, s, in := len(t.steps.ranks), &t.slots, t.op.Buf
 	if round == 0 {
-		s.begin(&b.in, n, countBytes)
+		s.begin(&t.in, n, countBytes)
 		s.largest = 0
 		for j := range n {
-			k := uint64(b.op.Counts[(b.me+j)%n])
+			k := uint64(t.op.Counts[(t.steps.me+j)%n])
 			s.largest = max(s.largest, k)
 			binary.LittleEndian.PutUint64(s.slot(j), k)
 		}
-		b.passSlots()
+		t.passSlots()
 		return nil
 	}
 	for i := range n {
-		k := binary.LittleEndian.Uint64(s.slot((b.me + n - i) % n))
-		if err := b.blocks.add(i, k, b.ranks); err != nil {
+		k := binary.LittleEndian.Uint64(s.slot((t.steps.me + n - i) % n))
+		if err := t.blocks.add(i, k, t.steps.ranks); err != nil {
 			return err
 		}
 		if k > s.largest {
 			return fmt.Errorf("got a block of %d bytes from rank %d, want at most %d, the largest of all", k,
-				b.ranks[i], s.largest)
+				t.steps.ranks[i], s.largest)
 		}
 	}
-	if err := b.allocate(); err != nil {
+	if err := t.allocate(); err != nil {
 		return err
 	}
 	if s.largest > maxPassedBytes {
-		b.connectForBlocks()
-		b.sendBlocks(false)
-		b.receiveBlocks()
+		t.connectForBlocks()
+		t.sendBlocks(false)
+		t.receiveBlocks()
 		return nil
 	}
-	s.begin(&b.in, n, int(s.largest))
+	s.begin(&t.in, n, int(s.largest))
 	for j := range n {
-		copy(s.slot(j), b.parts.part(in, (b.me+j)%n))
+		copy(s.slot(j), t.input.part(in, (t.steps.me+j)%n))
 	}
-	b.passSlots()
-	b.compute(func(b *Backend, _ *action) {
-		n := len(b.ranks)
-		for j := range n {
-			copy(b.blocks.cut.part(b.blocks.out, (b.me+n-j)%n), b.slots.slot(j))
-		}
-	}, action{})
+	t.passSlots()
+	t.steps.compute(func(b *Backend, _ *action) { b.alltoall.takeSlots() }, action{})
 	return nil
 }
 
-// passSlots exchanges b.slots. At the distances 1, 2, 4 and so on, this rank sends the slots whose number has
+// takeSlots copies the blocks from the slots to the output.
+func (t *alltoall) takeSlots() {
+	n := len(t.steps.ranks)
+	for j := range n {
+		copy(t.blocks.cut.part(t.blocks.out, (t.steps.me+n-j)%n), t.slots.slot(j))
+	}
+}
+
+// passSlots exchanges t.slots. At the distances 1, 2, 4 and so on, this rank sends the slots whose number has
 // the distance as a binary digit to the rank at this distance after it (Bruck et al., 1997). The size of the
 // largest block precedes them, so that at the end all ranks know the largest of all.
-func (b *Backend) passSlots() {
-	n := len(b.ranks)
+func (t *alltoall) passSlots() {
+	n := len(t.steps.ranks)
 	for d := 1; d < n; d *= 2 {
-		to, from := b.conn((b.me+d)%n), b.conn((b.me+n-d)%n)
+		to, from := t.steps.conn((t.steps.me+d)%n), t.steps.conn((t.steps.me+n-d)%n)
 		size := countBytes
 		for j := d; j < n; j = nextWith(j, d) {
-			size += b.slots.width
+			size += t.slots.width
 		}
-		out, in := b.slots.message(n, 0, size), b.slots.message(n, 1, size)
-		b.compute((*Backend).packSlots, action{buf: out, d: d})
-		b.send(to, out)
-		b.receive(from, in)
-		b.compute((*Backend).unpackSlots, action{in: in, d: d})
-		b.flush(to)
+		out, in := t.slots.message(n, 0, size), t.slots.message(n, 1, size)
+		t.steps.compute(func(b *Backend, a *action) { b.alltoall.packSlots(a) }, action{buf: out, d: d})
+		t.steps.send(to, out)
+		t.steps.receive(from, in)
+		t.steps.compute(func(b *Backend, a *action) { b.alltoall.unpackSlots(a) }, action{in: in, d: d})
+		t.steps.flush(to)
 	}
 }
 
 // packSlots stores the message for the rank at distance a.d in a.buf.
-func (b *Backend) packSlots(a *action) {
-	binary.LittleEndian.PutUint64(a.buf, b.slots.largest)
+func (t *alltoall) packSlots(a *action) {
+	binary.LittleEndian.PutUint64(a.buf, t.slots.largest)
 	at := countBytes
-	for j := a.d; j < len(b.ranks); j = nextWith(j, a.d) {
-		at += copy(a.buf[at:], b.slots.slot(j))
+	for j := a.d; j < len(t.steps.ranks); j = nextWith(j, a.d) {
+		at += copy(a.buf[at:], t.slots.slot(j))
 	}
 }
 
 // unpackSlots takes the slots and the size out of a.in, the message from the rank at distance a.d.
-func (b *Backend) unpackSlots(a *action) {
-	b.slots.largest = max(b.slots.largest, binary.LittleEndian.Uint64(a.in))
+func (t *alltoall) unpackSlots(a *action) {
+	t.slots.largest = max(t.slots.largest, binary.LittleEndian.Uint64(a.in))
 	at := countBytes
-	for j := a.d; j < len(b.ranks); j = nextWith(j, a.d) {
-		at += copy(b.slots.slot(j), a.in[at:])
+	for j := a.d; j < len(t.steps.ranks); j = nextWith(j, a.d) {
+		at += copy(t.slots.slot(j), a.in[at:])
 	}
 }
 

@@ -22,18 +22,18 @@ const (
 // wait. Order the work of all ranks by rounds, and in a round first by sending, then by receiving results,
 // then by reducing. The ranks that are behind all others wait only for data that was sent by earlier work.
 func (b *Backend) beginDirect(share int) {
-	b.connectAll()
+	b.steps.connectAll()
 	b.share = share
-	seg := b.segment(b.op.DType.Size())
-	b.repeat((b.parts.longest()+seg-1)/seg+1, (*Backend).directRound)
+	seg := b.steps.segment(b.op.DType.Size())
+	b.steps.repeat((b.parts.longest()+seg-1)/seg+1, (*Backend).directRound)
 }
 
 func (b *Backend) directRound(s int) error {
-	n, seg := len(b.ranks), b.segment(b.op.DType.Size())
+	n, seg := len(b.ranks), b.steps.segment(b.op.DType.Size())
 	sent := b.sent[s%2]
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n // every rank begins with another peer
-		c, r := b.conn(to), b.parts.segment(to, s, seg)
+		c, r := b.steps.conn(to), b.parts.segment(to, s, seg)
 		b.load(r)
 		b.sendRange(c, r)
 		sent[to] = c.end
@@ -51,7 +51,7 @@ func (b *Backend) receiveResults(s, seg int) {
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
 		// This rank has sent its contribution to the rank from which it now receives the result.
-		c := b.conn(from)
+		c := b.steps.conn(from)
 		b.replaceRange(c, c, b.parts.segment(from, s, seg), b.sent[s%2][from])
 	}
 }
@@ -61,10 +61,10 @@ func (b *Backend) receiveResults(s, seg int) {
 func (b *Backend) reduceAtRoot() {
 	all := byteRange{0, b.list.numBytes()}
 	if b.me != b.op.Root {
-		b.sendRange(b.conn(b.op.Root), all)
+		b.sendRange(b.steps.conn(b.op.Root), all)
 		return
 	}
-	b.connectAll()
+	b.steps.connectAll()
 	b.reduceRange(all, nobody)
 }
 
@@ -87,7 +87,7 @@ func (b *Backend) reduceRange(r byteRange, share int) {
 		b.combine(p, b.gather(p))
 		for k := 1; k < n; k++ {
 			if to := (b.me + k) % n; share == everyone || share == to {
-				b.sendRange(b.conn(to), p)
+				b.sendRange(b.steps.conn(to), p)
 			}
 		}
 	}
@@ -100,7 +100,7 @@ func (b *Backend) gather(r byteRange) []byte {
 	rest := in
 	for i := range b.ranks {
 		if i != b.me {
-			b.receive(b.conn(i), rest[:size])
+			b.steps.receive(b.steps.conn(i), rest[:size])
 			rest = rest[size:]
 		}
 	}
@@ -109,7 +109,7 @@ func (b *Backend) gather(r byteRange) []byte {
 
 // combine reduces the contributions to r, of which gather has filled the buffer in, and scales the result.
 func (b *Backend) combine(r byteRange, in []byte) {
-	b.compute((*Backend).combineGathered, action{r: r, in: in})
+	b.steps.compute((*Backend).combineGathered, action{r: r, in: in})
 }
 
 // combineGathered reduces the contributions a.in of the other ranks and range a.r of b.list.

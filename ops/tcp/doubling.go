@@ -24,7 +24,7 @@ func (b *Backend) beginDoubling(buf []byte, halving bool) {
 	}
 	sender := b.me + p // the rank that sends its contribution to this rank; there is none if sender >= n
 	if sender < n {
-		b.addOwn(b.conn(sender), nil, buf)
+		b.addOwn(b.steps.conn(sender), nil, buf)
 	}
 	if halving {
 		b.halveAndUnite(p, buf)
@@ -34,15 +34,15 @@ func (b *Backend) beginDoubling(buf []byte, halving bool) {
 		}
 	}
 	if sender < n {
-		b.send(b.conn(sender), buf)
+		b.steps.send(b.steps.conn(sender), buf)
 	}
 }
 
 // double exchanges buf with the rank at distance d, and adds the contribution of that rank.
 func (b *Backend) double(d int, buf []byte) {
 	in := b.in.room(len(buf))
-	b.exchange(b.conn(b.me^d), buf, in)
-	b.compute((*Backend).addDoubled, action{buf: buf, in: in, d: d})
+	b.exchange(b.steps.conn(b.me^d), buf, in)
+	b.steps.compute((*Backend).addDoubled, action{buf: buf, in: in, d: d})
 }
 
 // addDoubled adds a.in, the contribution of the rank at distance a.d, to a.buf.
@@ -63,11 +63,11 @@ func (b *Backend) addDoubled(a *action) {
 func (b *Backend) halveAndUnite(p int, buf []byte) {
 	for d := 1; d < p; d *= 2 {
 		c, mine, theirs := b.halves(d, len(buf))
-		b.send(c, theirs.of(buf))
+		b.steps.send(c, theirs.of(buf))
 		b.addOwn(c, nil, mine.of(buf))
 		// The half for the partner is overwritten by results later, so it must have left. The partner
 		// receives it before it sends anything else.
-		b.flush(c)
+		b.steps.flush(c)
 	}
 	for d := p / 2; d > 0; d /= 2 {
 		b.unite(d, buf)
@@ -78,7 +78,7 @@ func (b *Backend) halveAndUnite(p int, buf []byte) {
 // after a buffer of numBytes bytes was halved at all distances up to d.
 func (b *Backend) halves(d, numBytes int) (c *stream, mine, theirs byteRange) {
 	size := b.op.DType.Size()
-	return b.conn(b.me ^ d), halved(b.me, d, numBytes, size), halved(b.me^d, d, numBytes, size)
+	return b.steps.conn(b.me ^ d), halved(b.me, d, numBytes, size), halved(b.me^d, d, numBytes, size)
 }
 
 // unite reverses a halving at distance d: this rank and its partner send each other the parts that they hold.
@@ -90,19 +90,19 @@ func (b *Backend) unite(d int, buf []byte) {
 // delegate lets the rank of the set with index host take part in this rank's place: it sends buf to that
 // rank, and receives the result from it.
 func (b *Backend) delegate(host int, buf []byte) {
-	c := b.conn(host)
-	b.send(c, buf)
-	b.flush(c)
-	b.receive(c, buf)
+	c := b.steps.conn(host)
+	b.steps.send(c, buf)
+	b.steps.flush(c)
+	b.steps.receive(c, buf)
 }
 
 // exchange sends the content of one buffer (out) to the peer, and fills another buffer (in) with data from
 // the peer. The peer makes the matching call. exchange cannot deadlock: sending does not wait, so both sides
 // receive, and so all that was sent leaves.
 func (b *Backend) exchange(c *stream, out, in []byte) {
-	b.send(c, out)
-	b.receive(c, in)
-	b.flush(c)
+	b.steps.send(c, out)
+	b.steps.receive(c, in)
+	b.steps.flush(c)
 }
 
 // byteRange is a range of bytes of a buffer. The field from is the offset of the first byte, and the field to

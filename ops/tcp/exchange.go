@@ -18,12 +18,12 @@ func (b *Backend) exchangeRound(s int) error {
 	b.load(r)
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
-		b.sendRange(b.conn((b.me+k)%n), r) // every rank begins with another peer
+		b.sendRange(b.steps.conn((b.me+k)%n), r) // every rank begins with another peer
 	}
 	in := b.gather(r)
-	for i, c := range b.conns {
+	for i, c := range b.steps.conns {
 		if i != b.me {
-			b.flush(c)
+			b.steps.flush(c)
 		}
 	}
 	b.combine(r, in)

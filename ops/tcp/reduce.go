@@ -62,10 +62,10 @@ func (b *Backend) beginAllreduce() error {
 	case b.op.Algorithm == message.Direct:
 		b.beginDirect(everyone)
 	case b.op.Algorithm == message.Exchange:
-		b.connectAll()
-		b.repeat((all.to+exchangeBytes-1)/exchangeBytes, (*Backend).exchangeRound)
+		b.steps.connectAll()
+		b.steps.repeat((all.to+exchangeBytes-1)/exchangeBytes, (*Backend).exchangeRound)
 	default:
-		b.repeat((all.to+b.ringChunk()-1)/b.ringChunk()+1, (*Backend).ringRound)
+		b.steps.repeat((all.to+b.ringChunk()-1)/b.ringChunk()+1, (*Backend).ringRound)
 	}
 	return nil
 }
@@ -143,7 +143,7 @@ func (b *Backend) beginReducescatter() error {
 		return nil
 	}
 	if b.op.Algorithm == message.Ring {
-		b.repeat(len(b.ranks)-1, (*Backend).reducescatterRing)
+		b.steps.repeat(len(b.ranks)-1, (*Backend).reducescatterRing)
 		return nil
 	}
 	b.buf[0] = ops.Tensor{In: buf, Out: buf}

@@ -15,7 +15,7 @@ import "github.com/gohvd/gohvd/internal/tensor"
 // step of a chunk, a rank touches only the memory of two chunks, which stays in the cache. All ranks must use
 // chunks of the same size, because the chunks decide the order of the parts in the streams.
 func (b *Backend) ringRound(k int) error {
-	right, left := b.neighbours()
+	right, left := b.steps.neighbours()
 	n := len(b.ranks)
 	// sent[s] is the position in the stream to the right at which the part of this chunk ends that is sent in
 	// step s. sentBefore has the same of the chunk before.
@@ -45,7 +45,7 @@ func (b *Backend) ringRound(k int) error {
 }
 
 // ringChunk returns the number of bytes of a chunk of an allreduce by Ring.
-func (b *Backend) ringChunk() int { return len(b.ranks) * b.segment(b.op.DType.Size()) }
+func (b *Backend) ringChunk() int { return len(b.ranks) * b.steps.segment(b.op.DType.Size()) }
 
 // ringPart returns the part of a chunk that belongs to the rank k places before this rank in the ring. It is
 // empty if there is no such chunk.
@@ -60,19 +60,19 @@ func (b *Backend) ringPart(chunk, k int) byteRange {
 
 // load appends an action that loads a range of b.list.
 func (b *Backend) load(r byteRange) {
-	b.compute(func(b *Backend, a *action) { b.list.load(a.r) }, action{r: r})
+	b.steps.compute(func(b *Backend, a *action) { b.list.load(a.r) }, action{r: r})
 }
 
 // scaleResult appends an action that scales a range of b.list as after a reduction.
 func (b *Backend) scaleResult(r byteRange) {
-	b.compute(func(b *Backend, a *action) { b.list.scaleResult(a.r) }, action{r: r})
+	b.steps.compute(func(b *Backend, a *action) { b.list.scaleResult(a.r) }, action{r: r})
 }
 
 // sendRange sends a range of b.list.
 func (b *Backend) sendRange(c *stream, r byteRange) {
 	for r.numBytes() > 0 {
 		p := b.list.piece(r).Out
-		b.send(c, p)
+		b.steps.send(c, p)
 		r.from += len(p)
 	}
 }
@@ -81,8 +81,8 @@ func (b *Backend) sendRange(c *stream, r byteRange) {
 // values.
 func (b *Backend) addRange(left *stream, r byteRange) {
 	in := b.in.room(r.numBytes())
-	b.receive(left, in)
-	b.compute((*Backend).addReceived, action{r: r, in: in})
+	b.steps.receive(left, in)
+	b.steps.compute((*Backend).addReceived, action{r: r, in: in})
 }
 
 // addReceived adds a.in to range a.r of b.list.
@@ -117,17 +117,17 @@ func (b *Backend) replaceRange(c, out *stream, r byteRange, sent uint64) {
 // into other memory, and copied after a short wait. A flush in place of this wait could deadlock, because all
 // ranks would wait for each other to receive. A wait before the new content arrives could be long.
 func (b *Backend) replace(c, out *stream, p []byte, sent uint64) {
-	b.compute((*Backend).divert, action{c: out, position: sent, in: b.in.room(len(p))})
-	b.receive(c, p)
-	b.await(out, sent)
-	b.compute(func(_ *Backend, a *action) { copy(a.buf, a.in) }, action{buf: p})
+	b.steps.compute((*Backend).divert, action{c: out, position: sent, in: b.in.room(len(p))})
+	b.steps.receive(c, p)
+	b.steps.await(out, sent)
+	b.steps.compute(func(_ *Backend, a *action) { copy(a.buf, a.in) }, action{buf: p})
 }
 
 // divert lets the next action of replace receive into a.in, and the last one copy from there, unless the old
 // content has left.
 func (b *Backend) divert(a *action) {
 	if a.c.left() < a.position {
-		b.actions[b.next+1].buf, b.actions[b.next+3].in = a.in, a.in
+		b.steps.actions[b.steps.next+1].buf, b.steps.actions[b.steps.next+3].in = a.in, a.in
 	}
 }
 
@@ -138,11 +138,11 @@ func (b *Backend) divert(a *action) {
 // There are n-1 rounds. In round s rank i receives part i-s-2 (modulo n), adds its own values, and sends the
 // sum on. In the last round the rank receives its own part, and does not send it on.
 func (b *Backend) reducescatterRing(s int) error {
-	right, left := b.neighbours()
+	right, left := b.steps.neighbours()
 	if s == 0 {
-		b.send(right, b.before(b.op.Buf, 1))
+		b.steps.send(right, b.before(b.op.Buf, 1))
 	}
-	if s == b.rounds-1 {
+	if s == b.steps.rounds-1 {
 		right = nil
 	}
 	b.addOwn(left, right, b.before(b.op.Buf, s+2))
@@ -152,15 +152,15 @@ func (b *Backend) reducescatterRing(s int) error {
 // addOwn receives the sum of a part over the ranks that the part has passed, and adds it to p, which holds
 // this rank's values. Unless right is nil, addOwn sends the result to right.
 func (b *Backend) addOwn(left, right *stream, p []byte) {
-	seg := b.segment(b.op.DType.Size())
+	seg := b.steps.segment(b.op.DType.Size())
 	for rest := p; len(rest) > 0; {
 		var own []byte
 		own, rest = split(rest, seg)
 		in := b.in.room(len(own))
-		b.receive(left, in)
-		b.compute(func(b *Backend, a *action) { b.reduce(a.buf, a.in) }, action{buf: own, in: in})
+		b.steps.receive(left, in)
+		b.steps.compute(func(b *Backend, a *action) { b.reduce(a.buf, a.in) }, action{buf: own, in: in})
 		if right != nil {
-			b.send(right, own)
+			b.steps.send(right, own)
 		}
 	}
 }

@@ -6,6 +6,9 @@ import (
 	"fmt"
 	"runtime"
 
+	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 )
 
@@ -14,12 +17,23 @@ import (
 // for MPI, 2007). An action that has to wait for another rank is tried again in the next step. So any
 // goroutine can run any step.
 //
-// An algorithm appends actions with the methods conn, send, receive, flush, await and compute of Backend. A
-// comment that says what a function of an algorithm sends or receives describes the actions that it appends.
+// An algorithm appends actions with the methods conn, send, receive, flush, await and compute. A comment that says what a function of an algorithm sends or receives describes the actions that it appends.
 // A short algorithm appends all actions when the operation starts. A long one has a function that appends the
 // actions of one round. It is called when all actions of the round before are done, so it can use what they
 // have received.
 type schedule struct {
+	owner *Backend // the first argument of the functions
+	mesh  transport.Mesh
+	lane  transport.Lane
+	ranks []topo.Rank
+	me    int
+
+	segBytes int       // the segment size of the operation in progress
+	conns    []*stream // indexed by rank of the set; nil until the channel is needed
+	unsent   []*stream // the streams with pending bytes
+	yielder  shmem.Yielder
+	ctx      context.Context // the context of the step if the step may wait, else nil
+
 	actions []action
 	next    int                       // the index of the action that runs
 	plan    func(*Backend, int) error // appends the actions of a round
@@ -75,85 +89,93 @@ const (
 )
 
 // repeat sets the number of rounds, and the function that appends the actions of a round.
-func (b *Backend) repeat(rounds int, plan func(*Backend, int) error) { b.rounds, b.plan = rounds, plan }
+func (s *schedule) repeat(rounds int, plan func(*Backend, int) error) {
+	s.rounds, s.plan = rounds, plan
+}
 
 // conn returns the stream to rank i of the set. If its channel does not exist yet, conn appends an action
 // that makes it.
-func (b *Backend) conn(i int) *stream {
-	if b.conns[i] == nil {
-		b.conns[i] = &stream{b: b, rank: i}
-		b.actions = append(b.actions, action{kind: connects, c: b.conns[i]})
+func (s *schedule) conn(i int) *stream {
+	if s.conns[i] == nil {
+		s.conns[i] = &stream{s: s, rank: i}
+		s.actions = append(s.actions, action{kind: connects, c: s.conns[i]})
 	}
-	return b.conns[i]
+	return s.conns[i]
 }
 
 // send appends an action that sends p. The buffer must not change until it has left.
-func (b *Backend) send(c *stream, p []byte) {
+func (s *schedule) send(c *stream, p []byte) {
 	if len(p) > 0 {
 		c.end += uint64(len(p))
-		b.actions = append(b.actions, action{kind: sends, c: c, buf: p})
+		s.actions = append(s.actions, action{kind: sends, c: c, buf: p})
 	}
 }
 
 // receive appends an action that fills p with data from c.
-func (b *Backend) receive(c *stream, p []byte) {
+func (s *schedule) receive(c *stream, p []byte) {
 	if len(p) > 0 {
-		b.actions = append(b.actions, action{kind: receives, c: c, buf: p})
+		s.actions = append(s.actions, action{kind: receives, c: c, buf: p})
 	}
 }
 
 // flush appends an action that waits until all that was sent to c before has left.
-func (b *Backend) flush(c *stream) { b.await(c, c.end) }
+func (s *schedule) flush(c *stream) { s.await(c, c.end) }
 
 // await appends an action that waits until the bytes before the given position in the stream c have left. If
 // other bytes are sent to c after the position and before the action, the wait must be short, because it
 // polls.
-func (b *Backend) await(c *stream, position uint64) {
-	b.actions = append(b.actions, action{kind: awaits, c: c, position: position})
+func (s *schedule) await(c *stream, position uint64) {
+	s.actions = append(s.actions, action{kind: awaits, c: c, position: position})
 }
 
 // compute appends a call of f. The other fields of a are its arguments.
-func (b *Backend) compute(f func(*Backend, *action), a action) {
+func (s *schedule) compute(f func(*Backend, *action), a action) {
 	a.kind, a.compute = computes, f
-	b.actions = append(b.actions, a)
+	s.actions = append(s.actions, a)
 }
 
-// advance runs actions until the operation has ended or has to wait. If the step may wait, advance waits.
-func (b *Backend) advance() (ops.Progress, error) {
-	for b.polled = 0; ; {
-		if b.next == len(b.actions) {
-			if more, err := b.nextRound(); err != nil || !more {
+// begin begins an operation with segments of segBytes bytes.
+func (s *schedule) begin(segBytes int) {
+	s.segBytes, s.rounds, s.round, s.received = segBytes, 0, 0, 0
+}
+
+// advance runs actions until the operation has ended or has to wait. If the step may wait, which s.ctx says,
+// advance waits.
+func (s *schedule) advance() (ops.Progress, error) {
+	for s.polled = 0; ; {
+		if s.next == len(s.actions) {
+			if more, err := s.nextRound(); err != nil || !more {
 				return ops.Finished, err
 			}
 			continue
 		}
-		a := &b.actions[b.next]
-		p, err := b.try(a)
+		a := &s.actions[s.next]
+		p, err := s.try(a)
 		switch {
 		case err != nil:
 			return ops.Waiting, err
 		case p == ops.Finished:
-			b.next++
-			b.polled = 0
+			s.next++
+			s.polled = 0
 			continue
 		case p != ops.Waiting:
 			return p, nil
 		}
-		switch moved, err := b.push(); {
+		switch moved, err := s.push(); {
 		case err != nil:
 			return ops.Waiting, err
 		case moved:
-			b.polled = 0
-		case b.ctx == nil && b.received >= movingBytes:
-			b.received = 0
+			s.polled = 0
+		case s.ctx == nil && s.received >= movingBytes:
+			s.received = 0
 			return ops.Moving, nil
-		case b.ctx == nil:
+		case s.ctx == nil:
 			return ops.Waiting, nil
-		case b.polled < polls:
-			b.polled++
-			b.yielder.Yield()
+		case s.polled < polls:
+			s.polled++
+			s.yielder.Yield()
 		default:
-			if err := b.block(a); err != nil {
+			if err := s.block(a); err != nil {
 				return ops.Waiting, err
 			}
 		}
@@ -163,64 +185,64 @@ func (b *Backend) advance() (ops.Progress, error) {
 // nextRound replaces the actions, which are done, by those of the next round. After the last round, all that
 // was sent must leave, because the buffers then belong to the caller again. nextRound reports whether the
 // operation goes on.
-func (b *Backend) nextRound() (more bool, err error) {
-	b.dropActions()
+func (s *schedule) nextRound() (more bool, err error) {
+	s.dropActions()
 	switch {
-	case b.round < b.rounds:
-		err = b.plan(b, b.round)
-	case b.round == b.rounds:
-		for _, c := range b.conns {
+	case s.round < s.rounds:
+		err = s.plan(s.owner, s.round)
+	case s.round == s.rounds:
+		for _, c := range s.conns {
 			if c != nil && c.left() < c.end {
-				b.flush(c)
+				s.flush(c)
 			}
 		}
 	default:
 		return false, nil
 	}
-	b.round++
+	s.round++
 	return true, err
 }
 
 // dropActions removes all actions, which refer to the buffers of the operation.
-func (b *Backend) dropActions() {
-	clear(b.actions)
-	b.actions, b.next = b.actions[:0], 0
+func (s *schedule) dropActions() {
+	clear(s.actions)
+	s.actions, s.next = s.actions[:0], 0
 }
 
 // try does as much of a as it can without waiting. It returns Finished if a is done, and otherwise what the
 // step returns if it may not wait.
-func (b *Backend) try(a *action) (ops.Progress, error) {
+func (s *schedule) try(a *action) (ops.Progress, error) {
 	switch c := a.c; a.kind {
 	case connects:
-		if b.ctx == nil {
+		if s.ctx == nil {
 			return ops.Blocked, nil
 		}
-		return ops.Finished, b.connect(c)
+		return ops.Finished, s.connect(c)
 	case sends:
 		return ops.Finished, c.send(a.buf)
 	case receives:
-		return b.tryReceive(a)
+		return s.tryReceive(a)
 	case awaits:
-		return b.tryAwait(a)
+		return s.tryAwait(a)
 	default:
-		a.compute(b, a)
+		a.compute(s.owner, a)
 		return ops.Finished, nil
 	}
 }
 
 // tryReceive receives what has arrived.
-func (b *Backend) tryReceive(a *action) (ops.Progress, error) {
+func (s *schedule) tryReceive(a *action) (ops.Progress, error) {
 	for len(a.buf) > 0 {
-		if b.ctx == nil && b.received >= turnBytes {
-			b.received = 0
+		if s.ctx == nil && s.received >= turnBytes {
+			s.received = 0
 			return ops.Moving, nil
 		}
 		n, err := a.c.TryRead(a.buf)
 		if n == 0 || err != nil {
 			return ops.Waiting, err
 		}
-		b.received += n
-		b.polled = 0
+		s.received += n
+		s.polled = 0
 		a.buf = a.buf[n:]
 	}
 	return ops.Finished, nil
@@ -228,11 +250,11 @@ func (b *Backend) tryReceive(a *action) (ops.Progress, error) {
 
 // tryAwait looks whether the bytes before a.position have left. If the step may wait, and the transport has
 // got all bytes, tryAwait waits for the transport.
-func (b *Backend) tryAwait(a *action) (ops.Progress, error) {
+func (s *schedule) tryAwait(a *action) (ops.Progress, error) {
 	switch c := a.c; {
 	case c.left() >= a.position:
 		return ops.Finished, nil
-	case b.ctx != nil && a.position == c.given && c.head == len(c.pending):
+	case s.ctx != nil && a.position == c.given && c.head == len(c.pending):
 		return ops.Finished, c.Flush()
 	default:
 		_, err := c.TrySend(nil) // returns an error if the lane was aborted
@@ -241,8 +263,8 @@ func (b *Backend) tryAwait(a *action) (ops.Progress, error) {
 }
 
 // block waits for what a needs, after a was tried often. The transport sends pending bytes meanwhile.
-func (b *Backend) block(a *action) error {
-	if err := b.handOver(); err != nil {
+func (s *schedule) block(a *action) error {
+	if err := s.handOver(); err != nil {
 		return err
 	}
 	if a.kind != receives {
@@ -250,20 +272,20 @@ func (b *Backend) block(a *action) error {
 		return nil
 	}
 	n, err := a.c.Read(a.buf)
-	b.polled = 0
+	s.polled = 0
 	a.buf = a.buf[n:]
 	return err
 }
 
 // connect makes the channel of c.
-func (b *Backend) connect(c *stream) error {
+func (s *schedule) connect(c *stream) error {
 	// The peer may dial only when it has received bytes that are pending here.
-	if err := b.handOver(); err != nil {
+	if err := s.handOver(); err != nil {
 		return err
 	}
-	conn, err := b.mesh.Conn(b.ctx, b.lane, b.ranks[c.rank])
+	conn, err := s.mesh.Conn(s.ctx, s.lane, s.ranks[c.rank])
 	if err != nil {
-		if cause := context.Cause(b.ctx); cause != nil && !errors.Is(err, cause) {
+		if cause := context.Cause(s.ctx); cause != nil && !errors.Is(err, cause) {
 			err = fmt.Errorf("%w: %w", err, cause)
 		}
 		return err

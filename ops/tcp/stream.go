@@ -9,7 +9,7 @@ import "github.com/gohvd/gohvd/internal/transport"
 // it hands these bytes to the transport, which sends them in a goroutine of its own.
 type stream struct {
 	transport.Conn // nil until connected
-	b              *Backend
+	s              *schedule
 	rank           int    // the index of the peer in the set
 	base           uint64 // Conn.Sent() when the channel was made
 	end            uint64 // the position after the last send in the schedule
@@ -30,11 +30,11 @@ func (s *stream) send(p []byte) (err error) {
 		return nil
 	}
 	s.pending, s.head = append(s.pending[:0], p), 0
-	for n := s.b.segBytes; n == s.b.segBytes && s.head < len(s.pending) && err == nil; {
+	for n := s.s.segBytes; n == s.s.segBytes && s.head < len(s.pending) && err == nil; {
 		n, err = s.push() // if n is less than a segment, the transport has no room
 	}
 	if s.head < len(s.pending) {
-		s.b.unsent = append(s.b.unsent, s)
+		s.s.unsent = append(s.s.unsent, s)
 	}
 	return err
 }
@@ -43,7 +43,7 @@ func (s *stream) send(p []byte) (err error) {
 // returns the number of bytes that the transport has taken.
 func (s *stream) push() (int, error) {
 	p := s.pending[s.head]
-	n, err := s.TrySend(p[:min(len(p), s.b.segBytes)])
+	n, err := s.TrySend(p[:min(len(p), s.s.segBytes)])
 	if n < len(p) {
 		s.pending[s.head] = p[n:]
 		return n, err
@@ -55,67 +55,74 @@ func (s *stream) push() (int, error) {
 
 // push passes pending bytes of all streams to the transport, at most a segment of each stream, so that the
 // caller soon receives again. It reports whether the transport has taken any bytes.
-func (b *Backend) push() (moved bool, err error) {
-	left := b.unsent[:0]
-	for i, s := range b.unsent {
-		n, err := s.push()
+func (s *schedule) push() (moved bool, err error) {
+	left := s.unsent[:0]
+	for i, c := range s.unsent {
+		n, err := c.push()
 		if err != nil {
 			return false, err
 		}
 		moved = moved || n > 0
-		if s.head < len(s.pending) {
-			left = append(left, b.unsent[i])
+		if c.head < len(c.pending) {
+			left = append(left, s.unsent[i])
 		}
 	}
-	clear(b.unsent[len(left):])
-	b.unsent = left
+	clear(s.unsent[len(left):])
+	s.unsent = left
 	return moved, nil
 }
 
 // handOver passes all pending bytes to the transport. If the transport does not take them at once, it sends
 // them in a goroutine of its own.
-func (b *Backend) handOver() error {
-	for _, s := range b.unsent {
-		for ; s.head < len(s.pending); s.head++ {
-			if err := s.Conn.Send(s.pending[s.head]); err != nil {
+func (s *schedule) handOver() error {
+	for _, c := range s.unsent {
+		for ; c.head < len(c.pending); c.head++ {
+			if err := c.Conn.Send(c.pending[c.head]); err != nil {
 				return err
 			}
-			s.pending[s.head] = nil
+			c.pending[c.head] = nil
 		}
 	}
-	clear(b.unsent)
-	b.unsent = b.unsent[:0]
+	clear(s.unsent)
+	s.unsent = s.unsent[:0]
 	return nil
 }
 
-// dropPending forgets the pending bytes, because the operation has failed.
-func (b *Backend) dropPending() {
-	for _, s := range b.unsent {
-		clear(s.pending)
-		s.head = len(s.pending)
+// abort aborts the lane with err, because the streams have been left in the middle of their data. It forgets
+// the pending bytes, and waits until the transport holds no buffer of the operation.
+func (s *schedule) abort(err error) {
+	s.mesh.Abort(s.lane, err)
+	for _, c := range s.unsent {
+		clear(c.pending)
+		c.head = len(c.pending)
 	}
-	clear(b.unsent)
-	b.unsent = b.unsent[:0]
+	clear(s.unsent)
+	s.unsent = s.unsent[:0]
+	for _, c := range s.conns {
+		if c != nil && c.Conn != nil {
+			_ = c.Flush() // does not wait for peers, and its error adds no information
+		}
+	}
 }
 
 // neighbours returns the streams of the ring. This rank sends to the next rank through right, and receives
 // from the previous rank through left.
-func (b *Backend) neighbours() (right, left *stream) {
-	n := len(b.ranks)
-	return b.conn((b.me + 1) % n), b.conn((b.me + n - 1) % n)
+func (s *schedule) neighbours() (right, left *stream) {
+	n := len(s.ranks)
+	return s.conn((s.me + 1) % n), s.conn((s.me + n - 1) % n)
 }
 
 // connectAll makes the missing channels to other ranks.
-func (b *Backend) connectAll() {
-	for i := range b.ranks {
-		if i != b.me {
-			b.conn(i)
+func (s *schedule) connectAll() {
+	for i := range s.ranks {
+		if i != s.me {
+			s.conn(i)
 		}
 	}
 }
 
 // segment returns the size of a segment in bytes: a whole number of elements, which have size bytes each.
-func (b *Backend) segment(size int) int { return max(b.segBytes/size, 1) * size }
+func (s *schedule) segment(size int) int { return max(s.segBytes/size, 1) * size }
 
 // split cuts the first seg bytes off p. If p is shorter, split returns all of p as the first part.
 func split(p []byte, seg int) (first, rest []byte) {

@@ -30,7 +30,7 @@
 //	                                   the same for blocks of at most 2 KiB, or 1 step as in direct
 //	gather         direct              as alltoall, but blocks are sent only to the root
 //	scatter        direct              as alltoall, but blocks are sent only by the root
-//	adasum         halving-doubling    see runAdasum
+//	adasum         halving-doubling    see beginAdasum
 //
 // A Table chooses between them by the number of ranks and bytes.
 //
@@ -47,6 +47,7 @@
 package tcp
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -104,23 +105,16 @@ type Config struct {
 // peer. If another rank fails while this rank waits for a living peer, this rank learns of the failure only
 // when its lane is aborted. If the context of a step ends, the error wraps context.Cause.
 type Backend struct {
-	mesh  transport.Mesh
-	lane  transport.Lane
 	ranks []topo.Rank
 	me    int
 
-	defaultSegment int       // the segment size in bytes of operations that do not have one
-	segBytes       int       // the segment size of the operation in progress
-	conns          []*stream // indexed by rank of the set; nil until the channel is needed
-	unsent         []*stream // the streams with pending bytes
-	yielder        shmem.Yielder
+	defaultSegment int // the segment size in bytes of operations that do not have one
 	watch          watch
 	err            error // the error that ended the backend, or nil
 
 	op      ops.Operation // the operation in progress
 	started bool          // an operation is in progress
-	schedule
-	ctx context.Context // the context of the step if the step may wait, else nil
+	steps   schedule      // the rest of what this rank does in it
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
 	// operation sets the fields that it uses.
@@ -134,10 +128,9 @@ type Backend struct {
 	buf     [1]ops.Tensor // the tensors of a reducescatter
 	// sent has the stream positions at which the parts of two chunks of an allreduce by Ring end
 	// (ringChunk.sent), or for each rank the positions at which the segments of two rounds of direct end.
-	sent   [2][]uint64
-	blocks blocks // state of an alltoall
-	slots  slots  // state of an alltoall by Bruck
-	adasum adasumState
+	sent     [2][]uint64
+	alltoall alltoall
+	adasum   adasumState
 }
 
 // New makes the backend for the process set whose members are ranks. This rank is ranks[me]. Nothing else may
@@ -146,15 +139,17 @@ type Backend struct {
 func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
-		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
+		ranks: slices.Clone(ranks), me: me,
 		defaultSegment: cfg.SegmentBytes,
-		yielder:        shmem.Yielder{Stay: cfg.Oversubscribed},
-		conns:          make([]*stream, n),
 		parts:          make(cut, n+1),
 		sources:        make([][]byte, n),
 		sent:           [2][]uint64{make([]uint64, n), make([]uint64, n)},
-		blocks:         newBlocks(n),
 	}
+	b.steps = schedule{
+		owner: b, mesh: mesh, lane: lane, ranks: b.ranks, me: me, conns: make([]*stream, n),
+		yielder: shmem.Yielder{Stay: cfg.Oversubscribed},
+	}
+	b.alltoall = alltoall{op: &b.op, steps: &b.steps, input: make(cut, n+1), blocks: newBlocks(n)}
 	if b.defaultSegment <= 0 {
 		b.defaultSegment = DefaultSegmentBytes
 	}
@@ -192,11 +187,8 @@ func (b *Backend) Start(op ops.Operation) error {
 	case b.started:
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	}
-	b.op, b.started, b.segBytes = op, true, b.defaultSegment
-	if op.SegmentBytes > 0 {
-		b.segBytes = op.SegmentBytes
-	}
-	b.rounds, b.round, b.received = 0, 0, 0
+	b.op, b.started = op, true
+	b.steps.begin(cmp.Or(max(op.SegmentBytes, 0), b.defaultSegment))
 	if err := b.begin(); err != nil {
 		return b.fail(err)
 	}
@@ -213,14 +205,14 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 		return ops.Waiting, errors.New("ops/tcp: Step was called without an operation in progress")
 	}
 	if wait {
-		b.ctx = ctx
+		b.steps.ctx = ctx
 		if err = b.watch.begin(ctx); err == nil {
-			p, err = b.advance()
+			p, err = b.steps.advance()
 		}
 		err = b.watch.end(err)
-		b.ctx = nil
 	} else {
-		p, err = b.advance()
+		b.steps.ctx = nil
+		p, err = b.steps.advance()
 	}
 	if err != nil {
 		return ops.Waiting, b.fail(err)
@@ -235,9 +227,10 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 // drop ends the list of tensors, and drops the references to the buffers of the operation.
 func (b *Backend) drop() {
 	b.list.end()
-	b.dropActions()
+	b.steps.dropActions()
+	b.steps.ctx = nil
 	clear(b.sources)
-	b.op, b.buf, b.blocks.out = ops.Operation{}, [1]ops.Tensor{}, nil
+	b.op, b.buf, b.alltoall.blocks.out = ops.Operation{}, [1]ops.Tensor{}, nil
 }
 
 // fail ends the backend because the current operation has failed with err. It returns err with the kind and
@@ -245,16 +238,7 @@ func (b *Backend) drop() {
 func (b *Backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/tcp: %v %v: %w", b.op.Kind, b.op.Algorithm, err)
 	b.Close()
-	// The streams have been left in the middle of their data, so the lane is aborted. After that, Flush does
-	// not wait for peers. It only waits until the channel holds no buffer of the operation. The error of
-	// Flush is dropped because it adds no information.
-	b.mesh.Abort(b.lane, b.err)
-	b.dropPending()
-	for _, c := range b.conns {
-		if c != nil && c.Conn != nil {
-			_ = c.Flush()
-		}
-	}
+	b.steps.abort(b.err)
 	b.drop()
 	return b.err
 }
@@ -279,7 +263,10 @@ func (b *Backend) begin() error {
 	case kind == message.Broadcast:
 		return b.beginBroadcast()
 	case kind.SendsRows():
-		return b.beginAlltoall()
+		if err := b.by(algorithms[kind]...); err != nil {
+			return err
+		}
+		return b.alltoall.begin()
 	default:
 		return fmt.Errorf("%v is not supported", kind)
 	}

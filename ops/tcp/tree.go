@@ -21,7 +21,7 @@ func (b *Backend) beginBroadcast() error {
 		return err
 	}
 	if len(b.ranks) > 1 {
-		b.repeat((len(b.op.Buf)+b.segBytes-1)/b.segBytes, (*Backend).broadcastRound)
+		b.steps.repeat((len(b.op.Buf)+b.steps.segBytes-1)/b.steps.segBytes, (*Backend).broadcastRound)
 	}
 	return nil
 }
@@ -35,12 +35,12 @@ func (b *Backend) broadcastRound(s int) error {
 	if b.op.Algorithm == message.Chain {
 		parent, children = chain((b.me-root+n)%n, n, room[:0])
 	}
-	p := b.op.Buf[s*b.segBytes : min((s+1)*b.segBytes, len(b.op.Buf))]
+	p := b.op.Buf[s*b.steps.segBytes : min((s+1)*b.steps.segBytes, len(b.op.Buf))]
 	if parent >= 0 {
-		b.receive(b.conn((parent+root)%n), p)
+		b.steps.receive(b.steps.conn((parent+root)%n), p)
 	}
 	for _, v := range children {
-		b.send(b.conn((v+root)%n), p)
+		b.steps.send(b.steps.conn((v+root)%n), p)
 	}
 	return nil
 }
