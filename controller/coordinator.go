@@ -72,7 +72,7 @@ type Coordinator struct {
 	policy policy
 	sets   *setTable
 	waits  *waits
-	ranks  []rankState
+	ranks  roster
 	state  coordinatorState
 
 	now time.Duration
@@ -108,19 +108,6 @@ type Coordinator struct {
 	spare    []Outgoing
 }
 
-// rankState is the state of a rank at the coordinator.
-type rankState struct {
-	seen         uint64        // the last cycle that the rank has applied
-	lastReceived time.Duration // the time at which the last frame from the rank arrived
-	lastSent     time.Duration // the time at which the last frame to the rank was created
-	lost         bool          // whether the rank's control connection has ended
-	// executing is the oldest grant that the rank has not finished.
-	executing execution
-	timeouts  timeoutReports // used only if there are leaders
-	departure
-	kept
-}
-
 type suspicion struct {
 	by       topo.Rank
 	suspects []topo.Rank
@@ -132,18 +119,18 @@ type suspicion struct {
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
 	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w}
-	c.sets = newSetTable(cfg.Sets, cfg.CacheCapacity, w, c.isLeaving)
+	c.ranks = roster{all: make([]rankState, len(cfg.Sets[0].Ranks)), leaders: cfg.Leaders, groups: cfg.Groups, now: now}
+	c.sets = newSetTable(cfg.Sets, cfg.CacheCapacity, w, c.ranks.isLeaving)
 	c.policy = policy{
 		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes,
 			DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
 		plan: cfg.Plan, sets: c.sets,
 	}
-	c.ranks = make([]rankState, len(cfg.Sets[0].Ranks))
-	for r := range c.ranks {
-		c.ranks[r].lastReceived, c.ranks[r].lastSent = now, now
-		c.eachKeeper(topo.Rank(r), func(keeper topo.Rank) {
-			c.ranks[keeper].open++
-			c.ranks[keeper].active++
+	for r := range c.ranks.all {
+		c.ranks.all[r].lastReceived, c.ranks.all[r].lastSent = now, now
+		c.ranks.eachKeeper(topo.Rank(r), func(keeper topo.Rank) {
+			c.ranks.all[keeper].open++
+			c.ranks.all[keeper].active++
 		})
 	}
 	return c
@@ -175,9 +162,9 @@ func (c *Coordinator) takeTuning() *message.Tuning {
 // Tick sets the current time to now.
 func (c *Coordinator) Tick(now time.Duration) {
 	if g := gap(c.now, now); g > 0 {
-		for r := range c.ranks {
-			c.ranks[r].lastReceived += g
-			c.ranks[r].executing.since += g
+		for r := range c.ranks.all {
+			c.ranks.all[r].lastReceived += g
+			c.ranks.all[r].executing.since += g
 		}
 		for _, s := range c.sets.sets {
 			s.shiftWaits(g)
@@ -188,7 +175,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 			c.suspicion.since += g
 		}
 	}
-	c.now, c.waits.now = now, now
+	c.now, c.waits.now, c.ranks.now = now, now, now
 }
 
 // Expire gives the verdicts that are due, and reports tensors that wait for too long. It must be called after
@@ -207,9 +194,9 @@ func (c *Coordinator) Expire() {
 	c.timeouts = c.timeouts[:0]
 	switch {
 	case c.state != running && c.state != stopping:
-	case c.now >= c.verdictDue():
-		c.decideSuspicion()
-	case len(c.silent(c.cfg.LivenessTimeout)) > 0:
+	case c.now >= c.suspicion.due(&c.ranks):
+		c.fail(c.suspicion.verdict(&c.ranks))
+	case len(c.ranks.silent(c.cfg.LivenessTimeout)) > 0:
 		c.failSilent()
 	case c.state == stopping && c.now-c.progress >= closeTimeout:
 		c.endStuckShutdown()
@@ -219,9 +206,9 @@ func (c *Coordinator) Expire() {
 }
 
 // silent returns the ranks that the job needs and that have sent nothing for the duration d.
-func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
-	for i := range c.ranks {
-		if r := topo.Rank(i); c.heard(r)-c.ranks[r].lastReceived >= d && c.needs(r) {
+func (t *roster) silent(d time.Duration) (ranks []topo.Rank) {
+	for i := range t.all {
+		if r := topo.Rank(i); t.heard(r)-t.all[r].lastReceived >= d && t.needs(r) {
 			ranks = append(ranks, r)
 		}
 	}
@@ -236,18 +223,18 @@ func (c *Coordinator) failSilent() {
 	if d := long - heartbeatPeriod; d >= 2*heartbeatPeriod {
 		long = d
 	}
-	silent := c.silent(long)
+	silent := c.ranks.silent(long)
 	text := fmt.Sprintf("silent for %v", c.cfg.LivenessTimeout)
 	if len(silent) > 1 {
 		text = fmt.Sprintf("silent for up to %v", c.cfg.LivenessTimeout)
 	}
-	c.fail(silent, text+c.behindText(silent))
+	c.fail(silent, text+c.ranks.behindText(silent))
 }
 
 // endStuckShutdown ends a shutdown that makes no progress. If ranks have missed their heartbeats, it gives a
 // verdict that names them. Otherwise it closes the epoch, even if ranks still execute operations.
 func (c *Coordinator) endStuckShutdown() {
-	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
+	if silent := c.ranks.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		c.fail(silent, fmt.Sprintf("silent during the shutdown of the job, which has made no progress for %v",
 			closeTimeout))
 		return
@@ -265,7 +252,7 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 		return
 	}
 	c.disturb()
-	k := &c.ranks[from]
+	k := &c.ranks.all[from]
 	k.lastReceived = c.now
 	// In lock-step, the news may have overtaken this frame, because collectives of another library do not use
 	// the control connection.
@@ -287,17 +274,17 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	case message.UpHeartbeat:
 		k.executing.handle(up, c.waits)
 	case message.UpTimeout:
-		if int(up.Suspect) >= len(c.ranks) {
+		if int(up.Suspect) >= len(c.ranks.all) {
 			c.failSender(from, fmt.Errorf("got a timeout of a message of rank %d, want a rank from 0 to %d",
-				up.Suspect, len(c.ranks)-1))
+				up.Suspect, len(c.ranks.all)-1))
 			return
 		}
 		// If the rank has seen a later cycle, rank 0 does not know yet what was granted. It drops the report,
 		// and the rank repeats it.
 		switch {
-		case from != 0 && !c.needs(from):
+		case from != 0 && !c.ranks.needs(from):
 			c.closeRank(from) // it waits only for ranks that may still execute operations with it
-		case !c.postpone(from) && up.Seen <= c.cycle:
+		case !c.ranks.postpone(from) && up.Seen <= c.cycle:
 			c.timeouts = append(c.timeouts, reportedTimeout{from, *up})
 		}
 	case message.UpBye:
@@ -311,9 +298,9 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 		}
 		c.handleBye(from)
 	case message.UpReleased:
-		if int(up.Suspect) >= len(c.ranks) {
+		if int(up.Suspect) >= len(c.ranks.all) {
 			c.failSender(from, fmt.Errorf("got a report that all operations with rank %d have ended, want a rank from 0 to %d", up.Suspect,
-				len(c.ranks)-1))
+				len(c.ranks.all)-1))
 			return
 		}
 		c.released(up.Suspect, from)
@@ -335,7 +322,7 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 	for i := range up.Sets {
 		u := &up.Sets[i]
-		s, member := c.member(u.Set, from)
+		s, member := c.sets.member(u.Set, from)
 		if s == nil && c.sets.crossed(u.Set, from, up.Seen) {
 			continue
 		}
@@ -382,8 +369,8 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 
 // member returns a set and the position of a rank in it. It returns nil if the set does not exist or if the
 // rank is not a member.
-func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
-	if s := c.sets.find(id); s != nil {
+func (t *setTable) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
+	if s := t.find(id); s != nil {
 		if i := s.index(r); i >= 0 {
 			return s, i
 		}
@@ -409,7 +396,7 @@ func (c *Coordinator) forget(r topo.Rank) {
 func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	least := c.cycle
 	for _, r := range ranks {
-		if k := &c.ranks[r]; k.stop == 0 {
+		if k := &c.ranks.all[r]; k.stop == 0 {
 			least = min(least, k.seen)
 		}
 	}
@@ -420,19 +407,19 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 // the rank.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	c.disturb()
-	k := &c.ranks[r]
+	k := &c.ranks.all[r]
 	if !k.lost {
 		k.lost = true
-		c.eachKeeper(r, func(keeper topo.Rank) {
+		c.ranks.eachKeeper(r, func(keeper topo.Rank) {
 			if !k.closed {
-				c.ranks[keeper].open--
+				c.ranks.all[keeper].open--
 			}
 			if !k.bye {
-				c.ranks[keeper].active--
+				c.ranks.all[keeper].active--
 			}
 		})
 	}
-	if c.needs(r) && (c.state == running || c.state == stopping) {
+	if c.ranks.needs(r) && (c.state == running || c.state == stopping) {
 		c.fail([]topo.Rank{r}, reason)
 	}
 	c.closeKeepers(r)
@@ -459,10 +446,10 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case len(suspects) == 0:
 		c.failSender(by, fmt.Errorf("got a report of a suspected rank that names no rank"))
-	case int(slices.Max(suspects)) >= len(c.ranks):
+	case int(slices.Max(suspects)) >= len(c.ranks.all):
 		c.failSender(by, fmt.Errorf("got a report that rank %d is suspected, want a rank from 0 to %d",
-			slices.Max(suspects), len(c.ranks)-1))
-	case c.ranks[by].closed: // no rank needs the sender any more
+			slices.Max(suspects), len(c.ranks.all)-1))
+	case c.ranks.all[by].closed: // no rank needs the sender any more
 	case c.sets.find(up.Set) == nil: // the suspect has removed the set, and the sender is about to
 	case len(suspects) == 1 && suspects[0] == by:
 		c.fail(suspects, up.Reason)
@@ -474,35 +461,33 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 // clearer reports whether a suspicion of the ranks a replaces an earlier one of the ranks b.
 func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 
-// verdictDue returns the time at which the coordinator gives its verdict about the suspicion, or never. By
+// due returns the time at which the coordinator gives its verdict about the suspicion, or never. By
 // then, a suspect that has failed has missed its heartbeats. A rank behind a leader has done so only when the
 // leader is heard two heartbeat periods later. The leader is heard at least once in a heartbeat period, and
 // may hold the last frame of the rank and its own. If there is one suspect, and it has missed its heartbeats
 // already, the coordinator waits only for control connections to end.
-func (c *Coordinator) verdictDue() time.Duration {
-	s := c.suspicion
+func (s *suspicion) due(t *roster) time.Duration {
 	if s == nil {
 		return Never
 	}
 	due := s.since + suspectGrace
-	if len(s.suspects) == 1 && len(c.gone(s.suspects)) > 0 {
+	if len(s.suspects) == 1 && len(t.gone(s.suspects)) > 0 {
 		return due
 	}
-	if c.cfg.Leaders != nil {
+	if t.leaders != nil {
 		due += leaderGrace
 	}
 	return due + silenceGrace
 }
 
-// decideSuspicion gives the verdict about suspected ranks. It is called only if no control connection has
+// verdict returns the ranks that have failed, and the reason. It is called only if no control connection has
 // ended meanwhile. If the suspects, or leaders that pass on their frames, have missed their heartbeats, they
 // have failed. Otherwise, if the rank that suspects them has missed its heartbeats, or its leader has, that
 // rank or leader has failed. Otherwise, the suspects and the rank that suspects them have failed.
-func (c *Coordinator) decideSuspicion() {
-	s := c.suspicion
-	ranks := c.gone(s.suspects)
+func (s *suspicion) verdict(t *roster) (ranks []topo.Rank, reason string) {
+	ranks = t.gone(s.suspects)
 	if len(ranks) == 0 {
-		ranks = c.gone([]topo.Rank{s.by})
+		ranks = t.gone([]topo.Rank{s.by})
 	}
 	found := len(ranks) > 0
 	if !found {
@@ -510,7 +495,6 @@ func (c *Coordinator) decideSuspicion() {
 		slices.Sort(ranks)
 		ranks = slices.Compact(ranks)
 	}
-	var reason string
 	switch {
 	case len(s.suspects) == 1 && (!found || slices.Equal(ranks, s.suspects)):
 		reason = fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspects[0], s.reason)
@@ -519,22 +503,22 @@ func (c *Coordinator) decideSuspicion() {
 			topo.FormatRanks(s.suspects), s.reason)
 	default:
 		reason = fmt.Sprintf("missed two heartbeats or closed the control connection%s; rank %d reported: %s",
-			c.behindText(ranks), s.by, s.reason)
+			t.behindText(ranks), s.by, s.reason)
 	}
-	c.fail(ranks, reason)
+	return ranks, reason
 }
 
 // gone returns those of the given ranks and of their leaders that have missed two heartbeats or whose control
 // connections have ended, in ascending order.
-func (c *Coordinator) gone(ranks []topo.Rank) []topo.Rank {
+func (t *roster) gone(ranks []topo.Rank) []topo.Rank {
 	all := slices.Clone(ranks)
 	for _, r := range ranks {
-		all = append(all, c.leaderOf(r))
+		all = append(all, t.leaderOf(r))
 	}
 	slices.Sort(all)
 	return slices.DeleteFunc(slices.Compact(all), func(r topo.Rank) bool {
-		k := &c.ranks[r]
-		return !k.lost && c.heard(r)-k.lastReceived < 2*heartbeatPeriod
+		k := &t.all[r]
+		return !k.lost && t.heard(r)-k.lastReceived < 2*heartbeatPeriod
 	})
 }
 
@@ -545,19 +529,19 @@ func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	// close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
-	c.emit(d, c.present())
+	c.emit(d, c.ranks.present())
 }
 
 func (c *Coordinator) close() {
 	c.state = closed
-	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.present())
+	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.ranks.present())
 }
 
 // present returns the ranks that are not closed and have a working control connection.
-func (c *Coordinator) present() []topo.Rank {
+func (t *roster) present() []topo.Rank {
 	var all []topo.Rank
-	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.lost && !k.closed {
+	for r := range t.all {
+		if k := &t.all[r]; !k.lost && !k.closed {
 			all = append(all, topo.Rank(r))
 		}
 	}
@@ -568,7 +552,7 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 	c.disturb() // Ready has to return the frame
 	c.out = append(c.out, Outgoing{To: to, Down: d})
 	for _, r := range to {
-		c.ranks[r].lastSent = c.now
+		c.ranks.all[r].lastSent = c.now
 	}
 }
 
@@ -626,8 +610,8 @@ func (c *Coordinator) decide() {
 	}
 	stops := stop
 	if c.leaving > 0 {
-		for r := range c.ranks {
-			k := &c.ranks[r]
+		for r := range c.ranks.all {
+			k := &c.ranks.all[r]
 			k.stops = stop && k.stop == 0 || c.stopsAlone(topo.Rank(r))
 			stops = stops || k.stops
 		}
@@ -639,8 +623,8 @@ func (c *Coordinator) decide() {
 	c.stopSent = stop
 	first := len(c.out)
 rank:
-	for r := range c.ranks {
-		rank, k := topo.Rank(r), &c.ranks[r]
+	for r := range c.ranks.all {
+		rank, k := topo.Rank(r), &c.ranks.all[r]
 		if k.stop != 0 {
 			continue
 		}
@@ -708,15 +692,15 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 func (c *Coordinator) sendHeartbeats() {
 	var leaving, quiet []topo.Rank
 	news := false
-	for r := range c.ranks {
-		if k := &c.ranks[r]; k.leaving && c.now-k.at >= heartbeatPeriod {
+	for r := range c.ranks.all {
+		if k := &c.ranks.all[r]; k.leaving && c.now-k.at >= heartbeatPeriod {
 			leaving = append(leaving, topo.Rank(r))
 			news = news || !k.told
 			k.told = true
 		}
 	}
-	for r := range c.ranks {
-		k, direct := &c.ranks[r], c.leaderOf(topo.Rank(r)) == topo.Rank(r)
+	for r := range c.ranks.all {
+		k, direct := &c.ranks.all[r], c.ranks.leaderOf(topo.Rank(r)) == topo.Rank(r)
 		if !k.lost && !k.closed && (news || direct && c.now-k.lastSent >= heartbeatPeriod) {
 			quiet = append(quiet, topo.Rank(r))
 		}
@@ -739,19 +723,19 @@ func (c *Coordinator) Next() time.Duration {
 		return c.quiet
 	}
 	next := Never
-	for r := range c.ranks {
-		k := &c.ranks[r]
-		if c.leaderOf(topo.Rank(r)) != topo.Rank(r) {
+	for r := range c.ranks.all {
+		k := &c.ranks.all[r]
+		if c.ranks.leaderOf(topo.Rank(r)) != topo.Rank(r) {
 			continue // the next turn for this rank is due when a frame from its leader arrives
 		}
 		if !k.lost && !k.closed {
 			next = min(next, k.lastSent+heartbeatPeriod)
 		}
-		if c.needs(topo.Rank(r)) {
+		if c.ranks.needs(topo.Rank(r)) {
 			next = min(next, k.lastReceived+c.cfg.LivenessTimeout)
 		}
 	}
-	next = min(next, c.verdictDue())
+	next = min(next, c.suspicion.due(&c.ranks))
 	if c.state == stopping {
 		next = min(next, c.progress+closeTimeout)
 	}

@@ -119,8 +119,8 @@ func (c *Coordinator) Stats() trace.Coordinator {
 			}
 		})
 	}
-	for r := range c.ranks {
-		if e := &c.ranks[r].executing; e.tensor != "" && e.reports > 0 {
+	for r := range c.ranks.all {
+		if e := &c.ranks.all[r].executing; e.tensor != "" && e.reports > 0 {
 			st.Stalled++
 			break // count once, because the oldest operation is usually the same at all ranks
 		}

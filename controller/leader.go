@@ -11,11 +11,11 @@ import (
 
 // leaderOf returns the rank through which the frames of rank r reach the coordinator. It is r itself if r has
 // a connection of its own to rank 0.
-func (c *Coordinator) leaderOf(r topo.Rank) topo.Rank {
-	if c.cfg.Leaders == nil {
+func (t *roster) leaderOf(r topo.Rank) topo.Rank {
+	if t.leaders == nil {
 		return r
 	}
-	return c.cfg.Leaders[r]
+	return t.leaders[r]
 }
 
 // Relay applies a frame that several ranks have sent and that their leader has passed on. held has for each
@@ -23,7 +23,7 @@ func (c *Coordinator) leaderOf(r topo.Rank) topo.Rank {
 // protocol, Relay fails its sender.
 func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, up *message.Up) {
 	for i, r := range ranks {
-		if int(r) >= len(c.ranks) || c.leaderOf(r) != leader {
+		if int(r) >= len(c.ranks.all) || c.ranks.leaderOf(r) != leader {
 			c.failSender(leader, fmt.Errorf("got a frame of rank %d, which it does not lead", r))
 			return
 		}
@@ -31,22 +31,22 @@ func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, 
 		c.step(r, up, true)
 	}
 	c.waits.now = c.now
-	c.ranks[leader].lastReceived = c.now
+	c.ranks.all[leader].lastReceived = c.now
 }
 
 // heard returns the latest time at which a frame of rank r would have arrived if r had sent one before: now
 // or, if a leader passes on the frames of r, the time at which the last frame of the leader arrived. If
 // nothing has come from r since that time, the reason may be that the leader is silent.
-func (c *Coordinator) heard(r topo.Rank) time.Duration {
-	if leader := c.leaderOf(r); leader != r {
-		return c.ranks[leader].lastReceived
+func (t *roster) heard(r topo.Rank) time.Duration {
+	if leader := t.leaderOf(r); leader != r {
+		return t.all[leader].lastReceived
 	}
-	return c.now
+	return t.now
 }
 
 // behind returns the ranks whose frames the given ranks pass on.
-func (c *Coordinator) behind(leaders []topo.Rank) (ranks []topo.Rank) {
-	for f, leader := range c.cfg.Leaders {
+func (t *roster) behind(leaders []topo.Rank) (ranks []topo.Rank) {
+	for f, leader := range t.leaders {
 		if r := topo.Rank(f); leader != r && slices.Contains(leaders, leader) {
 			ranks = append(ranks, r)
 		}
@@ -56,8 +56,8 @@ func (c *Coordinator) behind(leaders []topo.Rank) (ranks []topo.Rank) {
 
 // behindText returns a text for a verdict about the given ranks, which names the ranks behind them. It is
 // empty if there are none.
-func (c *Coordinator) behindText(leaders []topo.Rank) string {
-	behind := c.behind(leaders)
+func (t *roster) behindText(leaders []topo.Rank) string {
+	behind := t.behind(leaders)
 	if len(behind) == 0 {
 		return ""
 	}
@@ -69,7 +69,7 @@ func (c *Coordinator) behindText(leaders []topo.Rank) string {
 func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
 	r := up.Suspect
 	switch {
-	case int(r) >= len(c.ranks) || r == leader || c.leaderOf(r) != leader:
+	case int(r) >= len(c.ranks.all) || r == leader || c.ranks.leaderOf(r) != leader:
 		c.failSender(leader, fmt.Errorf("got a report about the connection of rank %d, which it does not lead",
 			r))
 	case up.Type == message.UpLost:
@@ -81,20 +81,20 @@ func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
 
 // eachKeeper calls visit for each rank that stays until rank r is closed: the leader of r, and the lowest
 // rank of its group. Usually both are the same rank.
-func (c *Coordinator) eachKeeper(r topo.Rank, visit func(topo.Rank)) {
-	leader := c.leaderOf(r)
+func (t *roster) eachKeeper(r topo.Rank, visit func(topo.Rank)) {
+	leader := t.leaderOf(r)
 	if leader != r {
 		visit(leader)
 	}
-	if c.cfg.Groups != nil && c.cfg.Groups[r] != r && c.cfg.Groups[r] != leader {
-		visit(c.cfg.Groups[r])
+	if t.groups != nil && t.groups[r] != r && t.groups[r] != leader {
+		visit(t.groups[r])
 	}
 }
 
 // keptBy returns the ranks that rank r keeps: r stays until they are closed.
-func (c *Coordinator) keptBy(r topo.Rank) (ranks []topo.Rank) {
-	for f := range c.ranks {
-		c.eachKeeper(topo.Rank(f), func(keeper topo.Rank) {
+func (t *roster) keptBy(r topo.Rank) (ranks []topo.Rank) {
+	for f := range t.all {
+		t.eachKeeper(topo.Rank(f), func(keeper topo.Rank) {
 			if keeper == r {
 				ranks = append(ranks, topo.Rank(f))
 			}
@@ -109,18 +109,18 @@ type kept struct{ open, active int }
 
 // needs reports whether the job cannot go on without rank r: r has not sent bye, or it keeps a rank that has
 // not sent bye.
-func (c *Coordinator) needs(r topo.Rank) bool { return !c.ranks[r].bye || c.ranks[r].active > 0 }
+func (t *roster) needs(r topo.Rank) bool { return !t.all[r].bye || t.all[r].active > 0 }
 
 // expireKeeper gives the verdict because the context of the Shutdown of rank r has ended after the bye of r,
 // and r keeps ranks that have not sent bye. If Shutdown has waited until its deadline, those of these ranks
 // that have not called Shutdown have failed, because r stays for them, as rank 0 stays for all ranks. If it
 // was canceled, r has failed. If all these ranks have called Shutdown, there is no verdict.
 func (c *Coordinator) expireKeeper(r topo.Rank, u *message.Up) {
-	stay := slices.DeleteFunc(c.keptBy(r), c.isLeaving)
+	stay := slices.DeleteFunc(c.ranks.keptBy(r), c.ranks.isLeaving)
 	why := have(stay) + " not called Shutdown"
-	switch silent := c.silent(2 * heartbeatPeriod); {
+	switch silent := c.ranks.silent(2 * heartbeatPeriod); {
 	case len(silent) > 0:
-		c.fail(silent, timeoutText(message.NoKind, r, u, c.silentText(silent)))
+		c.fail(silent, timeoutText(message.NoKind, r, u, c.ranks.silentText(silent)))
 	case len(stay) == 0:
 	case u.Millis == 0:
 		c.fail([]topo.Rank{r}, "its Shutdown was canceled: "+why)
@@ -132,8 +132,8 @@ func (c *Coordinator) expireKeeper(r topo.Rank, u *message.Up) {
 // closeKeepers closes the ranks that have stayed for rank r, which is closed or lost, if no rank needs them
 // anymore. Rank 0 is not among them, because it is closed last.
 func (c *Coordinator) closeKeepers(r topo.Rank) {
-	c.eachKeeper(r, func(keeper topo.Rank) {
-		if keeper != 0 && c.ranks[keeper].bye && c.state == running {
+	c.ranks.eachKeeper(r, func(keeper topo.Rank) {
+		if keeper != 0 && c.ranks.all[keeper].bye && c.state == running {
 			c.closeReleased(keeper)
 		}
 	})
@@ -141,16 +141,16 @@ func (c *Coordinator) closeKeepers(r topo.Rank) {
 
 // postpone reports whether the coordinator must not yet act on a timeout that rank r reports, because leaders
 // may hold requests that were made before. The rank repeats the report while the operation is pending.
-func (c *Coordinator) postpone(r topo.Rank) bool {
-	if c.cfg.Leaders == nil {
+func (t *roster) postpone(r topo.Rank) bool {
+	if t.leaders == nil {
 		return false
 	}
-	t := &c.ranks[r].timeouts
-	if t.last == 0 || c.now-t.last > 2*heartbeatPeriod {
-		t.first = c.now
+	k := &t.all[r].timeouts
+	if k.last == 0 || t.now-k.last > 2*heartbeatPeriod {
+		k.first = t.now
 	}
-	t.last = c.now
-	return c.now-t.first < 2*holdPeriod
+	k.last = t.now
+	return t.now-k.first < 2*holdPeriod
 }
 
 // timeoutReports has the times of the first and the last report of a rank that operations have timed out.

@@ -37,7 +37,7 @@ type departure struct {
 
 // leave records that rank r will submit nothing more.
 func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
-	k := &c.ranks[r]
+	k := &c.ranks.all[r]
 	if k.leaving {
 		return fmt.Errorf("got a second shutdown")
 	}
@@ -50,30 +50,30 @@ func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 	for _, s := range c.sets.sets {
 		s.completeRows()
 	}
-	if c.leaving == len(c.ranks) && c.state == running {
+	if c.leaving == len(c.ranks.all) && c.state == running {
 		c.state, c.progress = stopping, c.now
 	}
 	return nil
 }
 
-func (c *Coordinator) isLeaving(r topo.Rank) bool { return c.ranks[r].leaving }
+func (t *roster) isLeaving(r topo.Rank) bool { return t.all[r].leaving }
 
 // leavers returns those of the given ranks that will submit nothing more.
-func (c *Coordinator) leavers(ranks []topo.Rank) []topo.Rank {
-	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !c.isLeaving(r) })
+func (t *roster) leavers(ranks []topo.Rank) []topo.Rank {
+	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !t.isLeaving(r) })
 }
 
 // checkLeavers stops the job if a rank waits for an operation that a leaving rank has not submitted.
 func (c *Coordinator) checkLeavers() {
 	for _, s := range c.sets.sets {
-		if !slices.ContainsFunc(s.Ranks, c.isLeaving) {
+		if !slices.ContainsFunc(s.Ranks, c.ranks.isLeaving) {
 			continue
 		}
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
-			gone := c.leavers(st.Missing)
-			waiting = slices.DeleteFunc(waiting, c.isLeaving)
+			gone := c.ranks.leavers(st.Missing)
+			waiting = slices.DeleteFunc(waiting, c.ranks.isLeaving)
 			if len(gone) > 0 && len(waiting) > 0 {
-				c.stopFor(gone, c.awaitedText(s, &st, gone, waiting))
+				c.stopFor(gone, c.ranks.awaitedText(s, &st, gone, waiting))
 			}
 		})
 	}
@@ -82,8 +82,8 @@ func (c *Coordinator) checkLeavers() {
 // outstanding returns what keeps the leaving rank r from being stopped, because it may still be granted: an
 // operation for which r waits for other ranks, and a set of r that has ready tensors. It returns nil if there
 // is none.
-func (c *Coordinator) outstanding(r topo.Rank) (awaited *Stall, ready *setState) {
-	for _, s := range c.sets.sets {
+func (t *setTable) outstanding(r topo.Rank) (awaited *Stall, ready *setState) {
+	for _, s := range t.sets {
 		if s.index(r) < 0 {
 			continue
 		}
@@ -94,7 +94,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (awaited *Stall, ready *setState)
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			waits := joined && s.concerns(&st, s.index(r)) || slices.Contains(waiting, r)
-			if waits && awaited == nil && !slices.ContainsFunc(st.Missing, c.isLeaving) {
+			if waits && awaited == nil && !slices.ContainsFunc(st.Missing, t.leaving) {
 				awaited = &st
 			}
 		})
@@ -104,7 +104,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (awaited *Stall, ready *setState)
 
 // canStop reports whether the next cycle will stop a leaving rank.
 func (c *Coordinator) canStop() bool {
-	for r := range c.ranks {
+	for r := range c.ranks.all {
 		if c.stopsAlone(topo.Rank(r)) {
 			return true
 		}
@@ -114,11 +114,11 @@ func (c *Coordinator) canStop() bool {
 
 // stopsAlone reports whether the next cycle will stop rank r because it is leaving.
 func (c *Coordinator) stopsAlone(r topo.Rank) bool {
-	k := &c.ranks[r]
+	k := &c.ranks.all[r]
 	if !k.leaving || k.stop != 0 {
 		return false
 	}
-	awaited, ready := c.outstanding(r)
+	awaited, ready := c.sets.outstanding(r)
 	return awaited == nil && ready == nil
 }
 
@@ -146,9 +146,9 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 
 // isAwaited reports whether some rank of the set waits for the operation st. Ranks that were stopped do not
 // count.
-func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
+func (t *roster) isAwaited(s *setState, st Stall) bool {
 	for m, r := range s.Ranks {
-		if c.ranks[r].stop == 0 && s.concerns(&st, m) && (st.Group != "" || !slices.Contains(st.Missing, r)) {
+		if t.all[r].stop == 0 && s.concerns(&st, m) && (st.Group != "" || !slices.Contains(st.Missing, r)) {
 			return true
 		}
 	}
@@ -157,14 +157,14 @@ func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 
 // awaitedText returns a text about ranks that have shut down while other ranks wait for the operation st. The
 // slice gone holds the ranks that have shut down, and the slice waiting holds the ranks that wait.
-func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
+func (t *roster) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
 	for _, r := range gone {
-		if c.ranks[r].at < c.ranks[first].at {
+		if t.all[r].at < t.all[first].at {
 			first = r
 		}
 	}
-	k := &c.ranks[first]
+	k := &t.all[first]
 	var b strings.Builder
 	b.WriteString("shut down")
 	if len(gone) > 1 {
@@ -212,15 +212,15 @@ func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 // waited until its deadline, the ranks for which it waits have failed. If it was canceled, r has failed,
 // unless another rank is silent. If nothing keeps r from leaving, there is no verdict.
 func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
-	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		c.fail(silent, timeoutText(message.NoKind, r, u, c.silentText(silent)))
+	if silent := c.ranks.silent(2 * heartbeatPeriod); len(silent) > 0 {
+		c.fail(silent, timeoutText(message.NoKind, r, u, c.ranks.silentText(silent)))
 		return
 	}
 	if c.overdue() {
 		return // the ranks may have called Shutdown; r repeats the report
 	}
 	if !u.Granted { // r has finished all grants since its last heartbeat
-		c.ranks[r].executing = execution{}
+		c.ranks.all[r].executing = execution{}
 	}
 	ranks, why := c.holdUp(r, u.Granted)
 	switch {
@@ -237,25 +237,25 @@ func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
 // done. If there are none, or if they are not known yet, it returns none. executes says whether r has
 // unfinished grants.
 func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why string) {
-	k := &c.ranks[r]
+	k := &c.ranks.all[r]
 	if k.stop == 0 && c.state == running {
-		switch st, ready := c.outstanding(r); {
+		switch st, ready := c.sets.outstanding(r); {
 		case st != nil:
-			return c.addAwaited(st.Missing, have(st.Missing)+" not submitted "+label(st.Kind, st.Name))
+			return c.sets.addAwaited(st.Missing, have(st.Missing)+" not submitted "+label(st.Kind, st.Name))
 		case ready != nil: // earlier grants of the set keep the gate closed
-			return c.unfinished(ready.ID)
+			return c.ranks.unfinished(ready.ID)
 		}
 	}
 	switch {
 	case executes && k.executing.tensor != "":
-		return c.unfinished(k.executing.set)
+		return c.ranks.unfinished(k.executing.set)
 	case executes: // no heartbeat has named the grant yet
 		return nil, ""
 	case c.state == stopping && r == 0:
-		return c.unfinishedBut(r)
+		return c.ranks.unfinishedBut(r)
 	case c.state == running && (r == 0 || c.cfg.Lockstep):
-		stay := slices.DeleteFunc(c.present(), func(other topo.Rank) bool {
-			return other == r || c.isLeaving(other)
+		stay := slices.DeleteFunc(c.ranks.present(), func(other topo.Rank) bool {
+			return other == r || c.ranks.isLeaving(other)
 		})
 		if len(stay) > 0 {
 			return stay, have(stay) + " not called Shutdown"
@@ -268,25 +268,25 @@ func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why
 // rank has finished the grants that it executes together with this rank, and has received the messages of
 // this rank. Rank 0 is closed last, because it is the coordinator.
 func (c *Coordinator) handleBye(r topo.Rank) {
-	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
-	if !c.ranks[r].lost {
-		c.eachKeeper(r, func(keeper topo.Rank) { c.ranks[keeper].active-- })
+	c.ranks.all[r].bye, c.ranks.all[r].executing = true, execution{}
+	if !c.ranks.all[r].lost {
+		c.ranks.eachKeeper(r, func(keeper topo.Rank) { c.ranks.all[keeper].active-- })
 	}
 	c.progress = c.now
-	if c.byes++; c.byes == len(c.ranks) {
+	if c.byes++; c.byes == len(c.ranks.all) {
 		c.close()
 		return
 	}
-	for other := range c.ranks {
+	for other := range c.ranks.all {
 		c.released(topo.Rank(other), r)
 	}
 	if c.state != running || r == 0 {
 		return
 	}
-	k := &c.ranks[r]
+	k := &c.ranks.all[r]
 	var others []topo.Rank
-	for i := range c.ranks {
-		if o := &c.ranks[i]; !o.bye && !o.lost {
+	for i := range c.ranks.all {
+		if o := &c.ranks.all[i]; !o.bye && !o.lost {
 			k.holders.Set(uint32(i))
 			others = append(others, topo.Rank(i))
 		}
@@ -302,7 +302,7 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 func (c *Coordinator) emitLeavers(t message.DownType, leavers, to []topo.Rank) {
 	var channels map[topo.Rank][]message.Channel // by recipient
 	for _, from := range leavers {
-		for _, ch := range c.ranks[from].channels {
+		for _, ch := range c.ranks.all[from].channels {
 			if channels == nil {
 				channels = make(map[topo.Rank][]message.Channel)
 			}
@@ -325,7 +325,7 @@ func (c *Coordinator) emitLeavers(t message.DownType, leavers, to []topo.Rank) {
 // released records that a rank needs rank r no more. The argument by is that rank. If r has not left,
 // released has no effect.
 func (c *Coordinator) released(r, by topo.Rank) {
-	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
+	if k := &c.ranks.all[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))
 		c.closeReleased(r)
 	}
@@ -334,19 +334,19 @@ func (c *Coordinator) released(r, by topo.Rank) {
 // closeReleased closes rank r, which has sent bye, if no other rank needs it. A leader, and the lowest rank
 // of a group that shares memory, is closed after the other ranks of its host.
 func (c *Coordinator) closeReleased(r topo.Rank) {
-	if k := &c.ranks[r]; !k.holders.Any() && k.open == 0 {
+	if k := &c.ranks.all[r]; !k.holders.Any() && k.open == 0 {
 		c.closeRank(r)
 	}
 }
 
 // closeRank closes rank r, which has sent bye, unless it is closed or lost.
 func (c *Coordinator) closeRank(r topo.Rank) {
-	k := &c.ranks[r]
+	k := &c.ranks.all[r]
 	if k.closed || k.lost {
 		return
 	}
 	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})
 	k.closed = true
-	c.eachKeeper(r, func(keeper topo.Rank) { c.ranks[keeper].open-- })
+	c.ranks.eachKeeper(r, func(keeper topo.Rank) { c.ranks.all[keeper].open-- })
 	c.closeKeepers(r)
 }

@@ -267,8 +267,8 @@ func (c *Coordinator) decideAll(d *message.Down, pinned func(set int) message.Bi
 	}
 	if d.Stop {
 		c.stopSent = true
-		for r := range c.ranks {
-			c.ranks[r].stop = c.cycle
+		for r := range c.ranks.all {
+			c.ranks.all[r].stop = c.cycle
 		}
 	}
 }

@@ -160,7 +160,7 @@ func (c *Coordinator) checkStalls() {
 	c.waits.due = Never
 	for _, s := range c.sets.sets {
 		s.eachWaiting(func(w *wait, _ groupKey, stall func() Stall) {
-			if c.leaving == 0 || c.isAwaited(s, stall()) {
+			if c.leaving == 0 || c.ranks.isAwaited(s, stall()) {
 				c.checkStall(w, c.now-w.since, stall)
 			}
 		})
@@ -201,14 +201,14 @@ func (c *Coordinator) report(s *Stall) {
 // checkExecutions checks operations that ranks have not finished. If several ranks have not finished the same
 // operation, they are reported together, with the age of the operation at the rank that began it first.
 func (c *Coordinator) checkExecutions() {
-	for r := range c.ranks {
-		e := &c.ranks[r].executing
+	for r := range c.ranks.all {
+		e := &c.ranks.all[r].executing
 		if e.tensor == "" {
 			continue
 		}
 		oldest, reports := e.since, e.reports
 		var ranks []topo.Rank
-		c.eachExecution(e, func(r topo.Rank, x *execution) {
+		c.ranks.eachExecution(e, func(r topo.Rank, x *execution) {
 			oldest, reports = min(oldest, x.since), max(reports, x.reports)
 			ranks = append(ranks, r)
 		})
@@ -216,14 +216,14 @@ func (c *Coordinator) checkExecutions() {
 		c.checkStall(&w, c.now-oldest, func() Stall {
 			return Stall{Set: e.set, Name: e.tensor, Missing: ranks, Executing: true}
 		})
-		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // one report for all
+		c.ranks.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // one report for all
 	}
 }
 
 // eachExecution calls visit for each rank that executes the same operation as e.
-func (c *Coordinator) eachExecution(e *execution, visit func(r topo.Rank, x *execution)) {
-	for r := range c.ranks {
-		if x := &c.ranks[r].executing; x.tensor == e.tensor && x.set == e.set {
+func (t *roster) eachExecution(e *execution, visit func(r topo.Rank, x *execution)) {
+	for r := range t.all {
+		if x := &t.all[r].executing; x.tensor == e.tensor && x.set == e.set {
 			visit(topo.Rank(r), x)
 		}
 	}

@@ -79,7 +79,7 @@ func (c *Coordinator) timeout(t *reportedTimeout) {
 	switch {
 	case t.up.Tensor != "":
 		c.expireTensor(t.by, &t.up)
-	case c.ranks[t.by].bye && t.by != 0:
+	case c.ranks.all[t.by].bye && t.by != 0:
 		c.expireKeeper(t.by, &t.up)
 	default:
 		c.expireShutdown(t.by, &t.up)
@@ -89,10 +89,10 @@ func (c *Coordinator) timeout(t *reportedTimeout) {
 // expireTensor fails the epoch because a tensor was not done in time. The argument by is the rank at which it
 // timed out. If the grant of the tensor is in flight to that rank, expireTensor does nothing.
 func (c *Coordinator) expireTensor(by topo.Rank, u *message.Up) {
-	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
+	if silent := c.ranks.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		// The request of the silent rank may not have arrived yet. In lock-step, the requests of other ranks
 		// may be missing too, because all ranks wait for the silent rank.
-		c.fail(silent, timeoutText(message.NoKind, by, u, c.silentText(silent)))
+		c.fail(silent, timeoutText(message.NoKind, by, u, c.ranks.silentText(silent)))
 		return
 	}
 	if u.Message && c.sets.find(u.Set) == nil {
@@ -109,22 +109,22 @@ func (c *Coordinator) expireTensor(by topo.Rank, u *message.Up) {
 	if c.overdue() {
 		return // when the report is repeated, the rank that is late will be known
 	}
-	s, _ := c.member(u.Set, by)
+	s, _ := c.sets.member(u.Set, by)
 	// If the tensor was granted, the name may be in use again: an operation on a device may be done for the
 	// program when it has been launched.
-	if s != nil && c.ranks[by].stop == 0 && !u.Granted {
+	if s != nil && c.ranks.all[by].stop == 0 && !u.Granted {
 		if kind, ranks, why := s.blocked(by, u.Tensor); why != "" {
 			if len(ranks) == 0 {
 				ranks = []topo.Rank{by}
 			} else {
-				ranks, why = c.addAwaited(ranks, why)
+				ranks, why = c.sets.addAwaited(ranks, why)
 			}
 			c.fail(ranks, timeoutText(kind, by, u, why))
 			return
 		}
 	}
 	if u.Granted || s != nil && s.isReady(u.Tensor) {
-		ranks, why := c.unfinished(u.Set)
+		ranks, why := c.ranks.unfinished(u.Set)
 		if len(ranks) == 0 {
 			ranks, why = []topo.Rank{by}, "the operation was granted and has not finished"
 		}
@@ -139,8 +139,8 @@ func (c *Coordinator) overdue() bool {
 }
 
 // silentText returns a text that says for how long the given ranks have been silent.
-func (c *Coordinator) silentText(ranks []topo.Rank) string {
-	return have(ranks) + " been silent for " + seconds(c.now-c.ranks[ranks[0]].lastReceived)
+func (t *roster) silentText(ranks []topo.Rank) string {
+	return have(ranks) + " been silent for " + seconds(t.now-t.all[ranks[0]].lastReceived)
 }
 
 func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string {
@@ -206,18 +206,18 @@ func (s *setState) blocked(by topo.Rank, tensor string) (kind message.Kind, rank
 // not known whether a rank that waits does nothing else meanwhile, so the given ranks stay in the list. A
 // rank that waits for a rank in the list is not added. addAwaited also extends why, which says what the given
 // ranks have not submitted.
-func (c *Coordinator) addAwaited(ranks []topo.Rank, why string) ([]topo.Rank, string) {
+func (t *setTable) addAwaited(ranks []topo.Rank, why string) ([]topo.Rank, string) {
 	late := slices.Clone(ranks)
 	isLate := func(r topo.Rank) bool { return slices.Contains(late, r) }
 	waitsToo := func(r topo.Rank) (found bool) {
-		c.eachAwaited(func(st Stall, waiting []topo.Rank) {
+		t.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			found = found || slices.Contains(waiting, r) && slices.ContainsFunc(st.Missing, isLate)
 		})
 		return found
 	}
 	for more := true; more; {
 		more = false
-		c.eachAwaited(func(st Stall, waiting []topo.Rank) {
+		t.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			if st.Group != "" || !slices.ContainsFunc(waiting, isLate) {
 				return
 			}
@@ -237,8 +237,8 @@ func (c *Coordinator) addAwaited(ranks []topo.Rank, why string) ([]topo.Rank, st
 }
 
 // eachAwaited calls visit for each operation of any process set, including joins, for which some ranks wait.
-func (c *Coordinator) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
-	for _, s := range c.sets.sets {
+func (t *setTable) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
+	for _, s := range t.sets {
 		s.eachAwaited(visit)
 	}
 }
@@ -252,16 +252,16 @@ func (s *setState) isReady(tensor string) bool {
 // have not finished. The grants of a set run in order, so the ranks whose heartbeats name the oldest grant of
 // the set hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally
 // old. If no heartbeat names a grant of the set, unfinished returns none.
-func (c *Coordinator) unfinished(set topo.ProcessSetID) (ranks []topo.Rank, why string) {
+func (t *roster) unfinished(set topo.ProcessSetID) (ranks []topo.Rank, why string) {
 	oldest := Never
-	for r := range c.ranks {
-		if x := &c.ranks[r].executing; x.tensor != "" && x.set == set {
+	for r := range t.all {
+		if x := &t.all[r].executing; x.tensor != "" && x.set == set {
 			oldest = min(oldest, x.since)
 		}
 	}
 	named := make(map[string]bool)
-	for r := range c.ranks {
-		e := &c.ranks[r].executing
+	for r := range t.all {
+		e := &t.all[r].executing
 		if e.tensor == "" || e.set != set || e.since-oldest >= heartbeatPeriod {
 			continue
 		}
@@ -271,7 +271,7 @@ func (c *Coordinator) unfinished(set topo.ProcessSetID) (ranks []topo.Rank, why 
 		}
 		named[e.tensor] = true
 		var at []topo.Rank
-		c.eachExecution(e, func(r topo.Rank, _ *execution) { at = append(at, r) })
+		t.eachExecution(e, func(r topo.Rank, _ *execution) { at = append(at, r) })
 		if why != "" {
 			why += ", "
 		}
@@ -281,15 +281,15 @@ func (c *Coordinator) unfinished(set topo.ProcessSetID) (ranks []topo.Rank, why 
 }
 
 // unfinishedBut is like unfinished for all sets in which ranks other than r execute operations.
-func (c *Coordinator) unfinishedBut(r topo.Rank) (ranks []topo.Rank, why string) {
+func (t *roster) unfinishedBut(r topo.Rank) (ranks []topo.Rank, why string) {
 	var sets []topo.ProcessSetID
-	for other := range c.ranks {
-		x := &c.ranks[other].executing
+	for other := range t.all {
+		x := &t.all[other].executing
 		if topo.Rank(other) == r || x.tensor == "" || slices.Contains(sets, x.set) {
 			continue
 		}
 		sets = append(sets, x.set)
-		more, text := c.unfinished(x.set)
+		more, text := t.unfinished(x.set)
 		ranks = append(ranks, more...)
 		if why != "" {
 			why += ", "

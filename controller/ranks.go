@@ -1,0 +1,28 @@
+package controller
+
+import (
+	"time"
+
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// roster has what the coordinator knows about the ranks of the job, apart from their requests.
+type roster struct {
+	all []rankState
+	// leaders and groups are those of CoordinatorConfig.
+	leaders, groups []topo.Rank
+	now             time.Duration // the time of the last Tick
+}
+
+// rankState is the state of a rank at the coordinator.
+type rankState struct {
+	seen         uint64        // the last cycle that the rank has applied
+	lastReceived time.Duration // the time at which the last frame from the rank arrived
+	lastSent     time.Duration // the time at which the last frame to the rank was created
+	lost         bool          // whether the rank's control connection has ended
+	// executing is the oldest grant that the rank has not finished.
+	executing execution
+	timeouts  timeoutReports // used only if there are leaders
+	departure
+	kept
+}
