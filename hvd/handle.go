@@ -185,13 +185,13 @@ func (o *operation) beginWait() time.Duration {
 	if o.engine == nil {
 		return 0
 	}
-	return o.engine.rank.Engine.BeginSpan()
+	return o.engine.rank.Engine.Observer().BeginSpan()
 }
 
 // endWait shows in the timeline that the program has waited from begun, unless that is 0, until now.
 func (o *operation) endWait(begun time.Duration) {
 	if begun != 0 {
-		o.engine.rank.Engine.EndSpan(trace.Wait, o.name, begun)
+		o.engine.rank.Engine.Observer().EndSpan(trace.Wait, o.name, begun)
 	}
 }
 

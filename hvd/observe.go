@@ -55,7 +55,7 @@ func StopTimeline() error {
 // MarkStep says that the program now begins the training step with the given number. The step lasts until
 // the next mark. The timeline shows the marks, and hvd_steps_total counts them. All ranks should mark the
 // same steps, with growing numbers.
-func (e *Engine) MarkStep(number uint64) { e.rank.Engine.MarkStep(number) }
+func (e *Engine) MarkStep(number uint64) { e.rank.Engine.Observer().MarkStep(number) }
 
 // MarkStep calls Engine.MarkStep for the engine that Init started. Before Init and after Shutdown it does
 // nothing.
@@ -70,11 +70,11 @@ func MarkStep(number uint64) {
 // timeline says in which of them a late rank was. Ranges may be inside of each other, and goroutines may have
 // ranges at the same time. Without a timeline it costs some nanoseconds.
 func (e *Engine) MarkRange(name string) (end func()) {
-	begun := e.rank.Engine.BeginSpan()
+	begun := e.rank.Engine.Observer().BeginSpan()
 	if begun == 0 {
 		return func() {}
 	}
-	return func() { e.rank.Engine.EndSpan(trace.Range, name, begun) }
+	return func() { e.rank.Engine.Observer().EndSpan(trace.Range, name, begun) }
 }
 
 // MarkRange calls Engine.MarkRange for the engine that Init started. Before Init and after Shutdown it

@@ -31,7 +31,7 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	early := c.allreduce(1, "x", make([]byte, 8))
 	everywhere("behind x") // rank 0 has received rank 1's request for x by now
 	var seen log
-	c.engines[0].Watch(&seen)
+	c.engines[0].Observer().Watch(&seen)
 	last := func() (*trace.Record, []time.Duration) {
 		ops := seen.operations()
 		op := &ops[len(ops)-1]

@@ -17,7 +17,7 @@ func (c *cluster) measureClocks(logs []log) {
 			default:
 			}
 		}
-		c.engines[r].Watch(&logs[r])
+		c.engines[r].Observer().Watch(&logs[r])
 		select {
 		case <-aligned:
 		case <-c.ctx.Done():
@@ -43,7 +43,7 @@ func TestJobIsNamed(t *testing.T) {
 			c.measureClocks(logs)
 			want := c.engines[0].Clock().Job()
 			for r := range n {
-				if o, _ := c.engines[r].Offset(); o.Job != want || want == "" {
+				if o, _ := c.engines[r].Observer().Offset(); o.Job != want || want == "" {
 					t.Errorf("rank %d: got job %q, want %q", r, o.Job, want)
 				}
 			}

@@ -290,7 +290,7 @@ func TestClocksBehindLeaders(t *testing.T) {
 	c.measureClocks(logs)
 	want := c.engines[0].Clock().Job()
 	for r := range n {
-		if o, _ := c.engines[r].Offset(); o.Job != want || r > 0 && o.Error <= 0 {
+		if o, _ := c.engines[r].Observer().Offset(); o.Job != want || r > 0 && o.Error <= 0 {
 			t.Errorf("rank %d: got offset %+v, want one that was measured against job %q", r, o, want)
 		}
 	}

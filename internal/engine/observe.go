@@ -3,7 +3,6 @@ package engine
 import (
 	"cmp"
 	"slices"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -12,28 +11,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Watch switches a timeline on (watch.Observer).
-func (e *Engine) Watch(t watch.Timeline) { e.observer.Watch(t) }
-
-// Unwatch switches a timeline off (watch.Observer).
-func (e *Engine) Unwatch(t watch.Timeline) { e.observer.Unwatch(t) }
-
-// BeginSpan returns the time at which the program begins something, for EndSpan. If there is no timeline, it
-// returns 0.
-func (e *Engine) BeginSpan() time.Duration { return e.observer.BeginSpan() }
-
-// EndSpan records what the program has done from begun, the result of BeginSpan, until now. If begun is 0, it
-// does nothing.
-func (e *Engine) EndSpan(kind trace.SpanKind, name string, begun time.Duration) {
-	e.observer.EndSpan(kind, name, begun)
-}
-
-// MarkStep records that the program begins the training step with the given number.
-func (e *Engine) MarkStep(number uint64) { e.observer.MarkStep(number) }
-
-// Offset returns the last measurement of the offset of this rank's clock from rank 0's clock, and whether
-// there has been a measurement.
-func (e *Engine) Offset() (o trace.Offset, ok bool) { return e.observer.Offset() }
+// Observer returns what records the operations, spans and steps of this rank.
+func (e *Engine) Observer() *watch.Observer { return e.observer }
 
 // Clock returns the engine's clock. The engine's times are counted from the clock's Start.
 func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
@@ -54,9 +33,6 @@ func (e *Engine) Pending() []trace.Record {
 	})
 	return all
 }
-
-// Steps returns the steps that have ended since the one with the given sequence number (watch.Observer).
-func (e *Engine) Steps(since uint64) []trace.Step { return e.observer.Steps(since) }
 
 // Stats returns the counters of this rank. It leaves Host, Epoch and the fields of the timeline empty, and
 // the caller sets them. Any goroutine may call Stats, even in a callback from the engine. The coordinator's

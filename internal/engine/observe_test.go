@@ -79,8 +79,8 @@ func TestOperationsAreTold(t *testing.T) {
 			cfg.Recorder = &recorders[cfg.Rank]
 		})
 		c.each(func(r int) {
-			c.engines[r].Watch(&timelines[r])
-			c.engines[r].Watch(&others[r])
+			c.engines[r].Observer().Watch(&timelines[r])
+			c.engines[r].Observer().Watch(&others[r])
 		})
 		c.each(func(r int) {
 			for step := range steps {
@@ -167,7 +167,7 @@ func TestOperationsAreTold(t *testing.T) {
 		// Several timelines can be on. One that is switched off receives nothing more.
 		c.each(func(r int) {
 			n := len(timelines[r].operations())
-			c.engines[r].Unwatch(&timelines[r])
+			c.engines[r].Observer().Unwatch(&timelines[r])
 			if err := c.wait(c.submit(r, sum("later", make([]byte, 8)))); err != nil {
 				t.Error(err)
 			}
@@ -302,13 +302,13 @@ func TestClocks(t *testing.T) {
 				e := c.engines[r]
 				aligned := make(chan struct{})
 				logs[r].aligned = sync.OnceFunc(func() { close(aligned) })
-				e.Watch(&logs[r])
+				e.Observer().Watch(&logs[r])
 				select {
 				case <-aligned:
 				case <-c.ctx.Done():
 					t.Errorf("rank %d: no measurement of the clock", r)
 				}
-				o, _ := e.Offset()
+				o, _ := e.Observer().Offset()
 				// All engines use the clock of this process, so the true offset is known.
 				truth := e.Clock().Start.Sub(c.engines[0].Clock().Start)
 				off := (o.Offset - truth).Abs()

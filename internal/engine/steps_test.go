@@ -18,7 +18,7 @@ func TestSteps(t *testing.T) {
 		train := func(from, to uint64, late time.Duration) {
 			c.each(func(r int) {
 				for number := from; number < to; number++ {
-					c.engines[r].MarkStep(100 + number)
+					c.engines[r].Observer().MarkStep(100 + number)
 					if int(number)%n == r {
 						time.Sleep(late)
 					}
@@ -29,11 +29,11 @@ func TestSteps(t *testing.T) {
 			})
 		}
 		train(1, 4, late)
-		if got := c.engines[0].Steps(0); len(got) > 0 {
+		if got := c.engines[0].Observer().Steps(0); len(got) > 0 {
 			t.Errorf("got %+v, want no steps before somebody asked", got)
 		}
 		train(4, 10, late)
-		got := c.engines[0].Steps(5)
+		got := c.engines[0].Observer().Steps(5)
 		if len(got) != 3 { // the step in progress when somebody asked first is not complete
 			t.Fatalf("got %+v, want the steps 6 to 8", got)
 		}
@@ -47,32 +47,32 @@ func TestSteps(t *testing.T) {
 					number%n)
 			}
 		}
-		if got := c.engines[0].Steps(4); len(got) != 4 || got[0].Sequence != 5 {
+		if got := c.engines[0].Observer().Steps(4); len(got) != 4 || got[0].Sequence != 5 {
 			t.Errorf("got %+v, want the steps 5 to 8", got)
 		}
 		time.Sleep(11 * time.Second)
 		train(10, 12, late)
-		if got := c.engines[0].Steps(0); len(got) > 0 {
+		if got := c.engines[0].Observer().Steps(0); len(got) > 0 {
 			t.Errorf("got %+v, want no steps after nobody asked for 11 s", got)
 		}
 		train(12, 400, 0)
-		if got := c.engines[0].Steps(0); len(got) != 256 || got[255].Sequence != 398 {
+		if got := c.engines[0].Observer().Steps(0); len(got) != 256 || got[255].Sequence != 398 {
 			t.Errorf("got %d steps, want the last 256", len(got))
 		}
 		// The waiting counts for the step of the operation, also if rank 0 is late before it marks the step.
-		c.engines[0].Steps(0)
+		c.engines[0].Observer().Steps(0)
 		for number := uint64(400); number < 405; number++ {
 			c.each(func(r int) {
 				if r == 0 && number == 402 {
 					time.Sleep(late)
 				}
-				c.engines[r].MarkStep(100 + number)
+				c.engines[r].Observer().MarkStep(100 + number)
 				if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 					t.Error(err)
 				}
 			})
 		}
-		for _, s := range c.engines[0].Steps(398) {
+		for _, s := range c.engines[0].Observer().Steps(398) {
 			if want := s.Number == 502; want != (s.Held[0] == late) || !want && s.Held[0] != 0 {
 				t.Errorf("got %+v, want that rank 0 held up the others for 50 ms only in step 502", s)
 			}

@@ -56,7 +56,7 @@ func TestTuner(t *testing.T) {
 					cfg.Tuner = tuner
 				}
 			})
-			c.each(func(r int) { c.engines[r].Watch(&timelines[r]) })
+			c.each(func(r int) { c.engines[r].Observer().Watch(&timelines[r]) })
 			c.each(func(r int) {
 				for range 3 {
 					if r < 2 {
@@ -75,7 +75,7 @@ func TestTuner(t *testing.T) {
 			})
 			stats := c.engines[0].Stats()
 			var later log
-			c.engines[0].Watch(&later)
+			c.engines[0].Observer().Watch(&later)
 			if !slices.Equal(later.tunings, []message.Tuning{tuner.change}) {
 				t.Errorf("a timeline that begins later has %+v, want the settings in force", later.tunings)
 			}

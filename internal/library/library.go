@@ -317,7 +317,7 @@ func (l *Library) StopTimeline() error {
 // with a sidecar, it does nothing.
 func (l *Library) MarkStep(number uint64) {
 	if r := l.running.Load(); r != nil && r.Engine != nil {
-		r.Engine.MarkStep(number)
+		r.Engine.Observer().MarkStep(number)
 	}
 }
 
@@ -325,7 +325,7 @@ func (l *Library) MarkStep(number uint64) {
 // process shows it, the time is 0.
 func (l *Library) BeginRange() time.Duration {
 	if r := l.running.Load(); r != nil && r.Engine != nil {
-		return r.Engine.BeginSpan()
+		return r.Engine.Observer().BeginSpan()
 	}
 	return 0
 }
@@ -334,7 +334,7 @@ func (l *Library) BeginRange() time.Duration {
 // If begun is 0, it does nothing.
 func (l *Library) EndRange(name string, begun time.Duration) {
 	if r := l.running.Load(); r != nil && r.Engine != nil {
-		r.Engine.EndSpan(trace.Range, name, begun)
+		r.Engine.Observer().EndSpan(trace.Range, name, begun)
 	}
 }
 

@@ -110,9 +110,9 @@ func BenchmarkCost(b *testing.B) {
 				watch := func(on bool) {
 					switch {
 					case way == "timeline" && on:
-						r.Engine.Watch(t)
+						r.Engine.Observer().Watch(t)
 					case way == "timeline":
-						r.Engine.Unwatch(t)
+						r.Engine.Observer().Unwatch(t)
 					case way == "recorder":
 						recorders[r.Rank].on.Store(on)
 					}

@@ -343,8 +343,8 @@ func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config
 func (m *Membership) begin(r *Rank, roster *elastic.Roster) {
 	m.ranked, m.async, m.synced = true, r.AsyncCompletion, nil
 	if roster.Generation > 1 {
-		begun, name := r.Engine.BeginSpan(), fmt.Sprintf("generation %d: %s", roster.Generation, roster.Reason)
-		m.synced = func() { r.Engine.EndSpan(trace.Range, name, begun) }
+		begun, name := r.Engine.Observer().BeginSpan(), fmt.Sprintf("generation %d: %s", roster.Generation, roster.Reason)
+		m.synced = func() { r.Engine.Observer().EndSpan(trace.Range, name, begun) }
 	}
 }
 

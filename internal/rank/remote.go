@@ -116,7 +116,7 @@ func (x *Execution) BeginWait() time.Duration {
 	if x.Rank.Engine == nil {
 		return 0
 	}
-	return x.Rank.Engine.BeginSpan()
+	return x.Rank.Engine.Observer().BeginSpan()
 }
 
 // EndWait shows in the timeline that the program has waited for x from begun until now. If begun is 0, it
@@ -129,7 +129,7 @@ func (x *Execution) EndWait(begun time.Duration) {
 	if !x.Kind.IsMessage() && len(x.entries) > 0 {
 		name = x.entries[0].Request.Name // it is not empty
 	}
-	x.Rank.Engine.EndSpan(trace.Wait, name, begun)
+	x.Rank.Engine.Observer().EndSpan(trace.Wait, name, begun)
 }
 
 // NotifyLater makes the engine notice x within a short time. It is called after Begin unless Drive is called

@@ -121,7 +121,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 	if err := t.stop(); err != nil {
 		cfg.Log.Warn("closing the timeline failed", zap.Error(err))
 	}
-	e.Watch(next)
+	e.Observer().Watch(next)
 	t.active, t.path = next, path
 	t.count(next)
 	return nil
@@ -134,7 +134,7 @@ func (t *timelines) stop() error {
 	old := t.active
 	t.active, t.path = nil, ""
 	e := t.engine()
-	e.Unwatch(old) // so that no operation is pending in the file and ends in it later
+	e.Observer().Unwatch(old) // so that no operation is pending in the file and ends in it later
 	old.Pending(time.Since(e.Clock().Start), e.Pending())
 	err := old.Close()
 	t.count(nil) // adds the operations that Close dropped

@@ -232,7 +232,7 @@ func (r *Watch) state(since uint64) []byte {
 	s := live.NewRank(r.recorder.Dump(about), &stats)
 	r.mu.Lock()
 	if r.cfg.Rank == 0 && r.engine != nil {
-		s.Steps = r.engine.Steps(since)
+		s.Steps = r.engine.Observer().Steps(since)
 	}
 	for _, w := range r.reported {
 		s.Stalls = append(s.Stalls, live.Stall{Stall: w.Cut(), Ago: time.Since(w.at)})
@@ -266,7 +266,7 @@ func (r *Watch) records(question string) []byte {
 	if r.live == nil {
 		recorder := live.NewRecorder()
 		r.live = recorder
-		e.Watch(recorder)
+		e.Observer().Watch(recorder)
 		r.forget = time.AfterFunc(readerTime, func() { r.endRecording(e, recorder) })
 	}
 	r.forget.Reset(readerTime)
@@ -290,7 +290,7 @@ func (r *Watch) endRecording(e *engine.Engine, recorder *live.Recorder) {
 	if r.live == recorder {
 		r.live = nil
 	}
-	e.Unwatch(recorder)
+	e.Observer().Unwatch(recorder)
 }
 
 // Dump returns the operations for which the rank waits. If the flight recorder is on, it also returns the
@@ -322,7 +322,7 @@ func (r *Watch) about(why string) recorder.About {
 	if e != nil {
 		about.Clock, about.Pending = e.Clock(), e.Pending()
 		about.At = time.Since(about.Clock.Start)
-		about.Offset, _ = e.Offset()
+		about.Offset, _ = e.Observer().Offset()
 	}
 	return about
 }
