@@ -52,7 +52,7 @@ func (b *Backend) beginAdasum() error {
 		b.state = done
 		return nil
 	}
-	b.even(int64(len(buf)))
+	b.plan.even(int64(len(buf)))
 	a.counts = a.counts[:0]
 	var begin int64
 	for i, end := range b.plan.ends {

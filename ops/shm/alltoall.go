@@ -11,6 +11,20 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
+// blocks has the sizes of the blocks of an alltoall.
+type blocks struct {
+	counts   [][]int64 // counts[i][k] is the number of bytes from member i to member k
+	received []int64   // the number of bytes from each member to this rank
+}
+
+func newBlocks(n int) blocks {
+	s := blocks{counts: make([][]int64, n)}
+	for i := range s.counts {
+		s.counts[i] = make([]int64, n)
+	}
+	return s
+}
+
 // startAlltoall starts an exchange in which every rank has a block for every other rank. At first only the
 // sender of a block knows the size of the block. In step t, a rank stages part t of each of its blocks.
 func (b *Backend) startAlltoall() error {
@@ -18,7 +32,7 @@ func (b *Backend) startAlltoall() error {
 	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
-	if err := b.cut(counts); err != nil {
+	if err := b.plan.cut(counts); err != nil {
 		return err
 	}
 	n := len(counts)
@@ -28,7 +42,7 @@ func (b *Backend) startAlltoall() error {
 	if total := b.plan.ends[n-1]; total != int64(len(in)) {
 		return fmt.Errorf("got blocks of %d bytes in total, want %d, the size of the input", total, len(in))
 	}
-	copy(b.counts[b.me], counts)
+	copy(b.blocks.counts[b.me], counts)
 	if n == 1 {
 		b.state = done
 		return b.allocate()
@@ -43,8 +57,8 @@ func (b *Backend) startAlltoall() error {
 	for i, c := range counts {
 		binary.LittleEndian.PutUint64(countsOf(table)[8*i:], uint64(c))
 	}
-	if b.columns(); b.op.Kind == message.Gather {
-		b.planPull() // each rank has a block for one rank only, so that block gets the whole stage
+	if b.plan.columns(); b.op.Kind == message.Gather {
+		b.plan.pullOnly() // each rank has a block for one rank only, so that block gets the whole stage
 	}
 	b.running = running{base: b.rounds}
 	b.stageBlocks(0)
@@ -111,7 +125,7 @@ func (b *Backend) readCounts() error {
 		if i != b.me {
 			table := tableOf(b.peers[i].segment, b.turn)
 			var total int64
-			for k := range b.counts[i] {
+			for k := range b.blocks.counts[i] {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
 					return b.peerError(i,
@@ -119,7 +133,7 @@ func (b *Backend) readCounts() error {
 							int64(math.MaxInt64)))
 				}
 				total += c
-				b.counts[i][k] = c
+				b.blocks.counts[i][k] = c
 			}
 			b.chunkOwner = i
 			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
@@ -130,7 +144,7 @@ func (b *Backend) readCounts() error {
 				return b.peerError(i, fmt.Errorf("the peer violated the protocol: it described its alltoall input as %d memory ranges, want 1", n))
 			}
 		}
-		for k, c := range b.counts[i] {
+		for k, c := range b.blocks.counts[i] {
 			if k != i && c > 0 {
 				steps = max(steps, int((c-1)/b.plan.column)+1)
 			}
@@ -143,12 +157,12 @@ func (b *Backend) readCounts() error {
 // allocate computes how many bytes this rank gets from each rank, and calls Allocate for the output buffer.
 // Then it copies this rank's block for itself to the output buffer.
 func (b *Backend) allocate() error {
-	b.received = b.received[:0]
+	b.blocks.received = b.blocks.received[:0]
 	// This rank's own block is counted first, so that an overflow is always caused by a peer.
-	total := b.counts[b.me][b.me]
-	for i := range b.counts {
-		c := b.counts[i][b.me]
-		b.received = append(b.received, c)
+	total := b.blocks.counts[b.me][b.me]
+	for i := range b.blocks.counts {
+		c := b.blocks.counts[i][b.me]
+		b.blocks.received = append(b.blocks.received, c)
 		if i == b.me {
 			continue
 		}
@@ -158,7 +172,7 @@ func (b *Backend) allocate() error {
 		}
 		total += c
 	}
-	out, err := b.op.Allocate(b.received)
+	out, err := b.op.Allocate(b.blocks.received)
 	if err == nil && int64(len(out)) != total {
 		err = fmt.Errorf("got an output buffer of %d bytes, want %d", len(out), total)
 	}
@@ -166,13 +180,13 @@ func (b *Backend) allocate() error {
 		return err
 	}
 	b.running.out = out
-	copy(out[b.outputOffset(b.me):][:b.received[b.me]], b.op.Buf[b.blockOffset(b.me, b.me):])
+	copy(out[b.blocks.outputOffset(b.me):][:b.blocks.received[b.me]], b.op.Buf[b.blocks.offset(b.me, b.me):])
 	return nil
 }
 
-// blockOffset returns the offset in member i's buffer at which the block for member k begins.
-func (b *Backend) blockOffset(i, k int) (begin int64) {
-	for _, c := range b.counts[i][:k] {
+// offset returns the offset in member i's buffer at which the block for member k begins.
+func (s *blocks) offset(i, k int) (begin int64) {
+	for _, c := range s.counts[i][:k] {
 		begin += c
 	}
 	return begin
@@ -186,9 +200,9 @@ func (b *Backend) stageBlocks(t int) {
 	if len(l.extents) == 0 || !l.extents[0].in.staged() {
 		return
 	}
-	stage := stagingAt + int64((b.stage+t)%stages)*b.stageBytes
+	stage := stagingAt + int64((b.stage+t)%stages)*b.plan.stageBytes
 	var begin int64
-	for k, c := range b.counts[b.me] {
+	for k, c := range b.blocks.counts[b.me] {
 		if from := int64(t) * column; k != b.me && from < c {
 			part := in[begin+from : begin+min(from+column, c)]
 			b.stager.copy(b.segment[stage+int64(k)*b.plan.stride:][:len(part)], part)
@@ -204,23 +218,23 @@ func (b *Backend) pullBlocks(t int) {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		i := (b.me + k) % n
-		c := b.counts[i][b.me]
+		c := b.blocks.counts[i][b.me]
 		from := int64(t) * column
 		if from >= c {
 			continue
 		}
 		size := min(column, c-from)
-		src := b.peers[i].segment[stagingAt+int64((b.stage+t)%stages)*b.stageBytes+int64(b.me)*b.plan.stride:]
+		src := b.peers[i].segment[stagingAt+int64((b.stage+t)%stages)*b.plan.stageBytes+int64(b.me)*b.plan.stride:]
 		if e := &b.layouts[i].extents[0]; !e.in.staged() {
-			src = e.in.mem[e.in.offset+b.blockOffset(i, b.me)+from:]
+			src = e.in.mem[e.in.offset+b.blocks.offset(i, b.me)+from:]
 		}
-		copy(out[b.outputOffset(i)+from:][:size], src)
+		copy(out[b.blocks.outputOffset(i)+from:][:size], src)
 	}
 }
 
 // outputOffset returns the offset in this rank's output at which the block from member i begins.
-func (b *Backend) outputOffset(i int) (begin int64) {
-	for _, c := range b.received[:i] {
+func (s *blocks) outputOffset(i int) (begin int64) {
+	for _, c := range s.received[:i] {
 		begin += c
 	}
 	return begin

@@ -3,6 +3,7 @@ package shm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
@@ -26,6 +27,8 @@ const directStages = 4
 // plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column
 // of every block.
 type plan struct {
+	// stageBytes is the size of a stage.
+	stageBytes int64
 	// ends are the offsets at which the ranks' blocks end.
 	ends []int64
 	// column is the number of bytes of each block that a step handles. A stage has a column for each block,
@@ -56,6 +59,46 @@ func (p *plan) steps() int {
 		begin = end
 	}
 	return int((longest + p.column - 1) / p.column)
+}
+
+// columnOf returns how many bytes of each of n blocks a step handles.
+func (p *plan) columnOf(n int) int64 { return p.stageBytes / int64(n) / lineBytes * lineBytes }
+
+// even divides a buffer of total bytes into one block for each rank. It cuts only at multiples of a cache
+// line. The lengths of the blocks are as equal as this allows.
+func (p *plan) even(total int64) {
+	n := int64(len(p.ends))
+	lines := (total + lineBytes - 1) / lineBytes
+	for i := range n {
+		p.ends[i] = min(lines*(i+1)/n*lineBytes, total)
+	}
+}
+
+// columns divides a stage into one column for each rank.
+func (p *plan) columns() {
+	p.column = p.columnOf(len(p.ends))
+	p.stride = p.column
+}
+
+// cut divides a buffer into blocks of the given sizes.
+func (p *plan) cut(counts []int64) error {
+	var total int64
+	if len(counts) != len(p.ends) {
+		return fmt.Errorf("got %d block sizes, want one for each of the %d ranks", len(counts),
+			len(p.ends))
+	}
+	for i, c := range counts {
+		total += c
+		p.ends[i] = total
+	}
+	return nil
+}
+
+// pullOnly plans an exchange in which every rank copies the other ranks' blocks. A rank stages only its own
+// block, so that block gets the whole stage.
+func (p *plan) pullOnly() {
+	p.stride, p.column = 0, p.stageBytes
+	p.reduce, p.pull = false, true
 }
 
 // findNone reports for every buffer that the buffer is not in an arena. It replaces Config.Find if tensors
@@ -274,7 +317,7 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 // begin at offset v. Byte v must belong to the part of block j that step t handles. The parameter from is the
 // offset at which this part begins. Both offsets count from the start of the operation's buffer.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
-	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
+	at := stagingAt + int64((b.stage+t)%stages)*b.plan.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
 }
 

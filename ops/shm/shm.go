@@ -98,7 +98,6 @@ type Backend struct {
 	me    int
 	find  func([]byte) (arena.Ref, bool)
 
-	stageBytes     int64
 	smallBytes     int64
 	directBytes    int64
 	spins, yields  int
@@ -142,8 +141,7 @@ type Backend struct {
 	layouts    []layout // indexed by rank of the set
 	sources    [][]byte
 	plan       plan
-	counts     [][]int64 // in an alltoall, counts[i][k] is the number of bytes from member i to member k
-	received   []int64
+	blocks     blocks
 	reducer    inorder.Reducer
 	adasum     adasumState
 	scratch    []byte                          // the result of a small operation of several tensors
@@ -166,14 +164,11 @@ func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, c
 	n := len(ranks)
 	b := &Backend{
 		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
-		stageBytes: cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
+		smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
 		spins: spins, yields: yields,
 		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
-		counts: make([][]int64, n),
-		plan:   plan{ends: make([]int64, n)},
-	}
-	for i := range b.counts {
-		b.counts[i] = make([]int64, n)
+		blocks: newBlocks(n),
+		plan:   plan{ends: make([]int64, n), stageBytes: cfg.stage(n)},
 	}
 	if b.find == nil {
 		b.find = arena.Find
@@ -193,7 +188,7 @@ func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, c
 }
 
 // SegmentBytes returns the size of the segment that the backend shares.
-func (b *Backend) SegmentBytes() int64 { return segmentBytes(b.stageBytes) }
+func (b *Backend) SegmentBytes() int64 { return segmentBytes(b.plan.stageBytes) }
 
 // SegmentBytes returns the size of the segment that each of n ranks shares with the configuration cfg.
 func SegmentBytes(n int, cfg Config) int64 { return segmentBytes(cfg.stage(n)) }
@@ -343,38 +338,6 @@ func (b *Backend) forget() {
 	clear(b.sources)
 }
 
-// column returns how many bytes of each of n blocks a step handles.
-func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
-
-// even divides a buffer of total bytes into one block for each rank. It cuts only at multiples of a cache
-// line. The lengths of the blocks are as equal as this allows.
-func (b *Backend) even(total int64) {
-	n := int64(len(b.ranks))
-	lines := (total + lineBytes - 1) / lineBytes
-	for i := range n {
-		b.plan.ends[i] = min(lines*(i+1)/n*lineBytes, total)
-	}
-}
-
-// columns divides a stage into one column for each rank.
-func (b *Backend) columns() {
-	b.plan.column = b.column(len(b.ranks))
-	b.plan.stride = b.plan.column
-}
-
-func (b *Backend) cut(counts []int64) error {
-	var total int64
-	if len(counts) != len(b.ranks) {
-		return fmt.Errorf("got %d block sizes, want one for each of the %d ranks", len(counts),
-			len(b.ranks))
-	}
-	for i, c := range counts {
-		total += c
-		b.plan.ends[i] = total
-	}
-	return nil
-}
-
 // single returns a list with one tensor, whose input and output are both the operation's buffer.
 func (b *Backend) single() []ops.Tensor {
 	b.one[0] = ops.Tensor{In: b.op.Buf, Out: b.op.Buf}
@@ -398,10 +361,10 @@ func (b *Backend) planReducescatter() error {
 	if err := b.reducer.Prepare(b.op.Op, b.op.DType, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
 		return err
 	}
-	if err := b.cut(b.op.Counts); err != nil {
+	if err := b.plan.cut(b.op.Counts); err != nil {
 		return err
 	}
-	b.columns()
+	b.plan.columns()
 	b.plan.reduce, b.plan.pull = true, false
 	return nil
 }
@@ -410,18 +373,11 @@ func (b *Backend) planAllgather() error {
 	if _, err := b.own.set(b.single()); err != nil {
 		return err
 	}
-	if err := b.cut(b.op.Counts); err != nil {
+	if err := b.plan.cut(b.op.Counts); err != nil {
 		return err
 	}
-	b.planPull()
+	b.plan.pullOnly()
 	return nil
-}
-
-// planPull plans an exchange in which every rank copies the other ranks' blocks. A rank stages only its own
-// block, so that block gets the whole stage.
-func (b *Backend) planPull() {
-	b.plan.stride, b.plan.column = 0, b.stageBytes
-	b.plan.reduce, b.plan.pull = false, true
 }
 
 func (b *Backend) planBroadcast() error {
@@ -438,6 +394,6 @@ func (b *Backend) planBroadcast() error {
 			b.plan.ends[i] = int64(len(b.op.Buf))
 		}
 	}
-	b.planPull()
+	b.plan.pullOnly()
 	return nil
 }

@@ -131,8 +131,8 @@ func (b *Backend) beginAllreduce() error {
 		b.startSmall(total)
 		b.state = small
 	default:
-		b.even(total)
-		b.columns()
+		b.plan.even(total)
+		b.plan.columns()
 		b.plan.reduce, b.plan.pull = true, true
 		b.own.pack()
 		b.exchange()
