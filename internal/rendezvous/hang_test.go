@@ -170,6 +170,35 @@ func TestRankZeroHangsAfterJoin(t *testing.T) {
 		"rendezvous: waiting for the other ranks to be ready: context deadline exceeded", 0)
 }
 
+// Rank 0 was stopped, and goes on after rank 1 has given up and left because it had no answer. Rank 0 is the
+// cause, and not rank 1, unless rank 1 has named itself.
+func TestRankLeavesRankZero(t *testing.T) {
+	for _, c := range []struct {
+		status *rendezvouspb.Status
+		cause  topo.Rank
+		reason string
+	}{
+		{&rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT}, 0,
+			"it did not answer when the time limit of Init passed at rank 1"},
+		{&rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "late"}, 0,
+			"it did not answer when rank 1 gave up: late"},
+		{&rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "no memory", Ranks: []int32{1}}, 1, "no memory"},
+	} {
+		sessions := meetWith(t, 3, secret.Secret{}, time.Hour)
+		conn := sessions[1].member.conn
+		if err := errors.Join(sendStatus(conn, c.status), conn.Close()); err != nil {
+			t.Fatal(err)
+		}
+		for rank, err := range each(sessions, 1, func(_ int, s *Session) error {
+			return s.Ready(testnet.Context(t))
+		}) {
+			if rank != 1 {
+				wantFailure(t, sessions[rank], err, c.reason, c.cause)
+			}
+		}
+	}
+}
+
 // A rank hangs after all ranks have joined, and so the other ranks wait for each other too. When the time
 // limit of one of them passes, they all stop waiting, and their errors name the rank that hangs.
 func TestRankHangsAfterJoin(t *testing.T) {

@@ -75,7 +75,7 @@ type root struct {
 	// root is complete.
 	members   []*caller
 	missing   int
-	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
+	gaveUp    map[int]bool  // ranks that had joined and then gave up at their deadline
 	full      bool          // whether all ranks have been members at the same time
 	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
 	epoch     uint64        // set when the root is complete

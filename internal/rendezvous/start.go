@@ -352,7 +352,9 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	case r.state == forming:
 		r.noteMoved(g, s)
 	case err != nil:
-		r.conclude(newFailure(rank, hungUp(err)))
+		r.conclude(r.whyLeft(rank, err))
+	case s.GetKind() == rendezvouspb.Status_TIMEOUT:
+		r.gaveUp[rank] = true
 	case s.GetKind() == rendezvouspb.Status_READY:
 		r.noteReady(rank)
 	case s.GetKind() == rendezvouspb.Status_TRIED:
@@ -366,6 +368,23 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 		}
 		r.noteReport(p)
 	}
+}
+
+// whyLeft returns the failure of an epoch in which the connection of a rank has ended with err. A rank that
+// has reported a failure, or that its time limit of Init has passed, leaves only if rank 0 does not answer,
+// for example because it was stopped. Then rank 0 is the cause, unless the rank has named itself. The caller
+// holds r.mu, and r is complete.
+func (r *root) whyLeft(rank int, err error) *FailedError {
+	if i := slices.IndexFunc(r.reports, func(p report) bool { return p.rank == rank }); i >= 0 {
+		if p := r.reports[i]; !p.suspectsItself() {
+			return newFailure(0, fmt.Sprintf("it did not answer when rank %d gave up: %s", rank, p.text))
+		}
+		return newFailure(rank, r.reports[i].text)
+	}
+	if r.gaveUp[rank] {
+		return newFailure(0, fmt.Sprintf("it did not answer when the time limit of Init passed at rank %d", rank))
+	}
+	return newFailure(rank, hungUp(err))
 }
 
 // noteReady records that rank is ready. When all ranks are ready and none has reported a failure, it ends the
