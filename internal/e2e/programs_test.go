@@ -58,6 +58,8 @@ func program(name string) int {
 		return ended(trainExactly(ctx))
 	case "faulty":
 		return ended(faulty(ctx))
+	case "faulty-elastic":
+		return ended(faultyElastic(ctx))
 	case "faulty-node":
 		return ended(faultyNode(ctx))
 	case "checked":

@@ -29,6 +29,16 @@ func library(t testing.TB) string {
 	return path
 }
 
+// buildHvdd builds hvdd, in another directory than that of hvdrun, which would use it.
+func buildHvdd(t testing.TB) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "hvdd")
+	if out, err := exec.Command("go", "build", "-o", path, "../../cmd/hvdd").CombinedOutput(); err != nil {
+		t.Fatalf("building hvdd: %v\n%s", err, out)
+	}
+	return path
+}
+
 // An executable hvdd is in hvdrun's own directory. hvdrun tells its ranks the path of this hvdd, unless the
 // user has set another path.
 func TestSidecarBesideHvdrun(t *testing.T) {

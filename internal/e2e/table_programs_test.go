@@ -5,11 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
+	"github.com/gohvd/gohvd/elastic"
 	"github.com/gohvd/gohvd/hvd"
+	roster "github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/ps"
 )
 
@@ -96,6 +100,57 @@ func faulty(ctx context.Context) error {
 			fmt.Println("ready")
 		}
 	}
+}
+
+// faultyElastic is a process of an elastic job on one host. It trains until the fault happens to the victim,
+// and then until the file in E2E_END exists. It prints "round" when it trains in a generation in which a rank
+// is missing.
+func faultyElastic(ctx context.Context) error {
+	member, err := roster.ParseMember(os.Getenv(launch.MemberVariable))
+	if err != nil {
+		return err
+	}
+	fault, victim := os.Getenv(faultVariable), strconv.Itoa(member.Index) == os.Getenv(victimVariable)
+	reached := func(step string) {
+		if fault == "hung in Init" && victim && step == os.Getenv(stepVariable) {
+			_ = happen(fault)
+		}
+	}
+	fmt.Println("pid", os.Getpid())
+	fmt.Println("begins")
+	reached(stepBegin)
+	s := new(training)
+	err = elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
+		for told := false; ; {
+			if victim && s.Step == faultStep && fault != "hung in Init" {
+				if err := happen(fault); err != nil {
+					return err
+				}
+			}
+			end := []int64{0}
+			if !proceed() {
+				end[0] = 1
+			}
+			end, err := hvd.Allreduce(ctx, end, hvd.Op(hvd.Max), hvd.Name("end"))
+			if err != nil || end[0] == 1 {
+				return err
+			}
+			if s.Step++; s.Step == faultStep {
+				fmt.Println("ready")
+			}
+			if hvd.Size() < 3 && !told {
+				fmt.Println("round", s.Step)
+				told = true
+			}
+			if err := job.Commit(ctx); err != nil {
+				return err
+			}
+		}
+	}, hvd.WithLogger(follows(reached)))
+	if err != nil {
+		return err
+	}
+	return hvd.Shutdown(ctx)
 }
 
 // faultyNode is a node of a parameter server whose workers set and read values until the fault happens to the

@@ -31,6 +31,7 @@ type tableKind struct {
 	victims []string // the last one is alone on its host if there are two hosts
 	hosts   bool     // the job always runs on two hosts. Otherwise it does so only if the link is cut
 	returns bool     // hvdrun starts the victim again
+	goesOn  bool     // the others go on without the victim
 	quick   bool     // TestFaultTable runs some of these jobs without -whole too
 	env     []string
 	// command returns the command of the job. If over is set, the job runs on two hosts, which it makes.
@@ -142,8 +143,8 @@ type tableJob struct {
 	ready int             // number of lines "ready"
 	began time.Time       // when the fault happened
 	errs  map[string]line // errors of the other processes
-	// back has the time at which the victim was ready again, and after that those of the first rounds of the
-	// workers.
+	// back has the times of the first rounds of the workers or ranks that have gone on. If the job waits for
+	// the victim, it has the time at which the victim was ready again, and those of later rounds.
 	back map[string]time.Time
 }
 
@@ -227,15 +228,19 @@ func (j *tableJob) follow(l line) {
 			j.hosts[1].SetLink(false)
 			j.began = time.Now()
 		}
-		if name == j.victim && !j.began.IsZero() {
+		if j.kind.returns && name == j.victim && !j.began.IsZero() {
 			j.back[name] = l.at
 		}
 	case "round":
-		if j.back[j.victim].IsZero() || !j.back[name].IsZero() {
+		awaited := 1 + workers
+		if j.kind.goesOn {
+			awaited = len(j.kind.victims) - 1
+		}
+		if j.kind.returns && j.back[j.victim].IsZero() || !j.back[name].IsZero() {
 			return
 		}
 		j.back[name] = l.at
-		if len(j.back) == 1+workers {
+		if len(j.back) == awaited {
 			if err := os.WriteFile(j.end, nil, 0o600); err != nil {
 				j.t.Error(err)
 			}
@@ -321,6 +326,9 @@ func (j *tableJob) check(r tableRound) string {
 	if len(j.errs) > 0 && naming == 0 {
 		wrong = append(wrong, "no other process names "+j.victim)
 	}
+	if others := len(j.kind.victims) - 1; j.kind.goesOn && len(j.back) != others {
+		wrong = append(wrong, fmt.Sprintf("%d of %d others have gone on", len(j.back), others))
+	}
 	return strings.Join(wrong, ", ")
 }
 
@@ -328,6 +336,7 @@ var (
 	rootOfReport  = regexp.MustCompile(`(?m)^  (rank \d+|scheduler|server \d+|worker \d+): `)
 	rootUnderMPI  = regexp.MustCompile(`^ \([^)]*\): (ranks? [\d, and]*\d) failed: `)
 	startedAgain  = regexp.MustCompile(`(?m)^hvdrun: (server \d+|worker \d+): .*; starting it again`)
+	ofGeneration  = regexp.MustCompile(`(?m)^hvdrun: generation \d+: (?:\d+ ranks?|the training pauses): (rank \d+) \(`)
 	failedInError = regexp.MustCompile(`(ranks? [\d, and]*\d) failed: |waiting (?:for|until) (ranks? [\d, and]*\d)[ :]`)
 )
 
@@ -356,6 +365,11 @@ func first(matches [][]string) string {
 	return strings.Join(all, " and ")
 }
 
+// leftOut returns the ranks without which generations of an elastic job have begun.
+func leftOut(j *job, _ map[string]line) string {
+	return first(ofGeneration.FindAllStringSubmatch(j.err(), -1))
+}
+
 // blamedByRanks returns the ranks that the errors of the other ranks name.
 func blamedByRanks(_ *job, errs map[string]line) string {
 	var all [][]string
@@ -374,14 +388,16 @@ func tableKinds(t *testing.T) []*tableKind {
 	three := []string{"rank 0", "rank 1", "rank 2"}
 	asRanks := programVariable + "=faulty"
 	kinds := []*tableKind{
-		{name: "ranks, shm", victims: three, raised: 3, env: []string{asRanks}, command: underHvdrun(self)},
+		{name: "ranks, shm", victims: three, raised: 3, env: []string{asRanks}, command: underHvdrun(nil, self)},
 		{name: "ranks, tcp", victims: three, raised: 3, env: []string{asRanks, "HOROVOD_CPU_OPERATIONS=tcp"},
-			command: underHvdrun(self)},
+			command: underHvdrun(nil, self)},
 		{name: "ranks, lock-step", victims: three, raised: 3, env: []string{asRanks, "HVD_NEGOTIATION=lockstep"},
-			command: underHvdrun(self)},
+			command: underHvdrun(nil, self)},
 		{name: "ranks, hosts", victims: three, hosts: true, raised: 3, env: []string{asRanks},
-			command: underHvdrun(self)},
-		torchKind(t, "torch.distributed, hvdrun"), torchKind(t, "torch.distributed, torchrun"),
+			command: underHvdrun(nil, self)},
+		{name: "ranks, elastic", victims: three, goesOn: true, status: "0", blamed: leftOut, quick: true,
+			env: []string{programVariable + "=faulty-elastic"}, command: underHvdrun([]string{"--min-np", "2"}, self)},
+		torchKind(t, "torch.distributed, hvdrun"), torchKind(t, "torch.distributed, sidecars"), torchKind(t, "torch.distributed, torchrun"),
 		torchKind(t, "torch.distributed, hvdrun, group of ranks 1 and 2"),
 		mpiKind(t, "openmpi"), mpiKind(t, "mpich"),
 	}
@@ -420,14 +436,17 @@ func tableKinds(t *testing.T) []*tableKind {
 	return kinds
 }
 
-// underHvdrun returns a function for tableKind.command that runs three ranks of a program with hvdrun.
-func underHvdrun(program ...string) func(*testing.T, bool) (hosts []*testnet.Host, command, env []string) {
+// underHvdrun returns a function for tableKind.command that runs three ranks of a program with hvdrun, which
+// gets the given flags.
+func underHvdrun(flags []string, program ...string) func(*testing.T, bool) (hosts []*testnet.Host, command,
+	env []string) {
+	flags = append([]string{"-np", "3"}, flags...)
 	return func(t *testing.T, over bool) (hosts []*testnet.Host, command, env []string) {
 		if !over {
-			return nil, append([]string{hvdrunPath, "-np", "3"}, program...), nil
+			return nil, slices.Concat([]string{hvdrunPath}, flags, program), nil
 		}
-		hosts, command, flags := sshHosts(t, 2)
-		return hosts, slices.Concat(command, []string{hvdrunPath}, flags,
+		hosts, command, more := sshHosts(t, 2)
+		return hosts, slices.Concat(command, []string{hvdrunPath}, more, flags,
 			[]string{"-H", list(hosts, layout{2, 1}, true)}, program), nil
 	}
 }
@@ -529,6 +548,7 @@ func torchKind(t *testing.T, name string) *tableKind {
 	if strings.HasSuffix(name, "ranks 1 and 2") {
 		k.victims, k.first, k.env = k.victims[1:], 1, append(k.env, "E2E_GROUP=1")
 	}
+	hvdd := sync.OnceValue(func() string { return buildHvdd(t) })
 	byTorchrun := strings.HasSuffix(name, "torchrun")
 	if byTorchrun {
 		k.status, k.blamed = "1", blamedByRanks
@@ -536,10 +556,13 @@ func torchKind(t *testing.T, name string) *tableKind {
 	k.command = func(t *testing.T, over bool) (hosts []*testnet.Host, command, env []string) {
 		python := testnet.NewTorch(t)
 		env = []string{"HVD_LIBRARY=" + library(t)}
+		if strings.HasSuffix(name, "sidecars") {
+			env = append(env, "HVD_SIDECAR=spawn", "HVD_SIDECAR_BINARY="+hvdd())
+		}
 		words := []string{python, "-m", "torch.distributed.run"}
 		switch {
 		case !byTorchrun:
-			if hosts, command, _ = underHvdrun(python, script)(t, over); over {
+			if hosts, command, _ = underHvdrun(nil, python, script)(t, over); over {
 				env = append(env, "E2E_URL=tcp://"+hosts[0].Addr.String()+":29500",
 					"GLOO_SOCKET_IFNAME="+testnet.HostInterface)
 			}
