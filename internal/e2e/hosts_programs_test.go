@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"regexp"
@@ -77,6 +78,17 @@ func overHosts(run func() error) int {
 		return 1
 	}
 	return 0
+}
+
+// printPage is the program "get", which prints what a server answers to a host.
+func printPage(url string) error {
+	answer, err := http.Get(url)
+	if err != nil {
+		return err
+	}
+	defer answer.Body.Close()
+	_, err = io.Copy(os.Stdout, answer.Body)
+	return err
 }
 
 // serveStore is the program "store", which serves the store of a job without hvdrun. It prints its address

@@ -11,11 +11,13 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
@@ -335,6 +337,70 @@ func TestStallShutdownIsExplained(t *testing.T) {
 	if !found || !strings.Contains(report,
 		`Rank 2 has not called allreduce "grad/7", for which ranks 0 and 1 have waited for 2.0 s`) {
 		t.Errorf("got\n%s", j.err())
+	}
+}
+
+// All processes of each kind of job answer hvdrun: /metrics shows them, and so does the report after SIGQUIT.
+// torchrun has no such report, and hvdrun asks nothing of a job that has only some of its processes.
+func TestEachProcessAnswers(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(http.DefaultClient.CloseIdleConnections)
+	for _, k := range tableKinds(t) {
+		if strings.HasSuffix(k.name, "torchrun") || strings.HasSuffix(k.name, "ranks 1 and 2") {
+			continue
+		}
+		t.Run(k.name, func(t *testing.T) {
+			t.Parallel()
+			hosts, command, env := k.command(t, k.hosts)
+			at := slices.Index(command, hvdrunPath)
+			j := startCommand(t, slices.Insert(slices.Clone(command), at+1, "--metrics-addr", "127.0.0.1:0"),
+				slices.Concat(env, k.env, []string{faultVariable + "=none", victimVariable + "=none",
+					fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", jobLimit.Seconds())})...)
+			processes := len(k.victims)
+			if slices.Contains(k.victims, "server 0") {
+				processes = 1 + servers + workers
+			}
+			ready := 0
+			j.until("all processes were ready", func(l line) bool {
+				if l.text == "ready" {
+					ready++
+				}
+				return ready == processes
+			})
+			url := regexp.MustCompile(`metrics at (http://\S+)`).FindStringSubmatch(j.err())
+			if url == nil {
+				t.Fatalf("hvdrun does not say where metrics are:\n%s", j.err())
+			}
+			metrics := func() (text string) {
+				if !k.hosts {
+					return get(t, url[1])
+				}
+				cmd := hosts[0].Command(t.Context(), self, url[1])
+				cmd.Env = append(os.Environ(), programVariable+"=get")
+				out, err := cmd.Output()
+				if err != nil {
+					t.Fatal(err)
+				}
+				return string(out)
+			}
+			up := regexp.MustCompile(`(?m)^hvd_up\{[^}]*\} 1$`)
+			testnet.Eventually(t, fmt.Sprintf("hvd_up is 1 for %d processes", processes), func() bool {
+				return len(up.FindAllString(metrics(), -1)) == processes
+			})
+			if report := j.quit(processes); !strings.Contains(report,
+				fmt.Sprintf("SIGQUIT: %d of %[1]d ", processes)) {
+				t.Errorf("%d processes have not answered:\n%s", processes, report)
+			}
+			if err := j.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+			if status := j.wait(); status != 128+int(syscall.SIGTERM) {
+				t.Errorf("hvdrun ended with status %d, want 143", status)
+			}
+		})
 	}
 }
 

@@ -62,6 +62,8 @@ func program(name string) int {
 		return ended(faultyElastic(ctx))
 	case "faulty-node":
 		return ended(faultyNode(ctx))
+	case "get":
+		return overHosts(func() error { return printPage(os.Args[1]) })
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
 	case "node", "returning", "lagging", "starting":

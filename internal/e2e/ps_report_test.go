@@ -112,9 +112,9 @@ func heldUp(t *testing.T, url, node string) float64 {
 	return seconds
 }
 
-// quit sends SIGQUIT to hvdrun and returns its report. If nodes have not answered in time because the machine
-// is busy, it asks again.
-func (j *job) quit(nodes int) string {
+// quit sends SIGQUIT to hvdrun and returns its report. If not all processes have answered in time because the
+// machine is busy, it asks again.
+func (j *job) quit(processes int) string {
 	j.t.Helper()
 	for tries := 1; ; tries++ {
 		before := len(j.err())
@@ -126,7 +126,7 @@ func (j *job) quit(nodes int) string {
 			report = text[before:]
 			return strings.Count(report, rule) == 2
 		})
-		if tries == 5 || strings.Contains(report, fmt.Sprintf("SIGQUIT: %d of %d nodes answered", nodes, nodes)) {
+		if tries == 5 || strings.Contains(report, fmt.Sprintf("SIGQUIT: %d of %[1]d ", processes)) {
 			return report
 		}
 		<-time.After(6 * time.Second) // hvdrun forwards a second signal within 5 s of the first

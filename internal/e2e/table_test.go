@@ -397,7 +397,8 @@ func tableKinds(t *testing.T) []*tableKind {
 			command: underHvdrun(nil, self)},
 		{name: "ranks, elastic", victims: three, goesOn: true, status: "0", blamed: leftOut, quick: true,
 			env: []string{programVariable + "=faulty-elastic"}, command: underHvdrun([]string{"--min-np", "2"}, self)},
-		torchKind(t, "torch.distributed, hvdrun"), torchKind(t, "torch.distributed, sidecars"), torchKind(t, "torch.distributed, torchrun"),
+		torchKind(t, "torch.distributed, hvdrun"), torchKind(t, "torch.distributed, torchrun"),
+		torchKind(t, "torch.distributed, sidecars"),
 		torchKind(t, "torch.distributed, hvdrun, group of ranks 1 and 2"),
 		mpiKind(t, "openmpi"), mpiKind(t, "mpich"),
 	}
