@@ -39,7 +39,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600, captureUnsupported = 900 };
+enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600, illegalAddress = 700, captureUnsupported = 900 };
 
 int cuDriverGetVersion(int *v);
 
@@ -54,6 +54,19 @@ static int result(int code) {
 		last = code;
 	return code;
 }
+
+static int broken; // whether each call fails
+
+// standin_fault does what a kernel does that uses a wrong address: from then on, CUDA has this error in all calls of
+// the process that use a device.
+void standin_fault(void) { __atomic_store_n(&broken, 1, __ATOMIC_RELEASE); }
+
+int standin_broken(void) { return __atomic_load_n(&broken, __ATOMIC_ACQUIRE) ? result(illegalAddress) : success; }
+
+// WORKS returns the error of a call after standin_fault.
+#define WORKS \
+	if (standin_broken()) \
+	return illegalAddress
 
 int cudaGetDeviceCount(int *n) {
 	int code = (int)standin_setting("STANDIN_CUDA_NO_DEVICE", success);
@@ -102,6 +115,7 @@ const char *cudaGetErrorName(int code) {
 	case noDevice: return "cudaErrorNoDevice";
 	case invalidDevice: return "cudaErrorInvalidDevice";
 	case notReady: return "cudaErrorNotReady";
+	case illegalAddress: return "cudaErrorIllegalAddress";
 	case 802: return "cudaErrorSystemNotReady";
 	case captureUnsupported: return "cudaErrorStreamCaptureUnsupported";
 	}
@@ -117,6 +131,7 @@ const char *cudaGetErrorString(int code) {
 	case noDevice: return "no CUDA-capable device is detected";
 	case invalidDevice: return "invalid device ordinal";
 	case notReady: return "device not ready";
+	case illegalAddress: return "an illegal memory access was encountered";
 	case 802: return "system not yet initialized";
 	case captureUnsupported: return "operation not permitted when stream is capturing";
 	}
@@ -219,6 +234,7 @@ static void unmap(struct block *b) {
 }
 
 int cudaMalloc(void **p, size_t n) {
+	WORKS;
 	*p = NULL;
 	if (refused())
 		return result(captureUnsupported);
@@ -245,6 +261,7 @@ int cudaMalloc(void **p, size_t n) {
 static void synchronizeAll(int device);
 
 int cudaFree(void *p) {
+	WORKS;
 	standin_called("cudaFree");
 	standin_current("cudaFree");
 	if (refused())
@@ -268,6 +285,7 @@ int cudaFree(void *p) {
 }
 
 int cudaMemGetInfo(size_t *unused, size_t *total) {
+	WORKS;
 	int current = standin_current("cudaMemGetInfo");
 	*total = (size_t)standin_setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30);
 	pthread_mutex_lock(&lock);
@@ -293,6 +311,7 @@ int cudaPointerGetAttributes(struct pointerAttributes *a, const void *p) {
 }
 
 int cudaHostAlloc(void **p, size_t n, unsigned flags) {
+	WORKS;
 	(void)flags;
 	standin_current("cudaHostAlloc");
 	if (refused())
@@ -302,6 +321,7 @@ int cudaHostAlloc(void **p, size_t n, unsigned flags) {
 }
 
 int cudaFreeHost(void *p) {
+	WORKS;
 	standin_current("cudaFreeHost");
 	if (refused())
 		return result(captureUnsupported);
@@ -325,6 +345,7 @@ struct stream {
 	struct work *first, **end;
 	long done, queued;
 	int closing, capturing;
+	int isDefault;    // whether it is the default stream of its device
 	useconds_t delay; // of each piece of work
 	char *hold;       // the file for which its work waits, or NULL
 	int slot;
@@ -371,14 +392,20 @@ static void *execute(void *arg) {
 	return NULL;
 }
 
+static struct stream *newStream(int device, int isDefault);
+
+// checked returns the stream with a handle. 0 and 1 are the default stream of the current device, which does not
+// wait for other streams, because all of them are made so that they do not wait for it.
 static struct stream *checked(void *stream, const char *call) {
-	standin_current(call);
-	if (stream == NULL || (uintptr_t)stream <= 2)
-		standin_violation("%s: the stand-in has no default stream", call);
+	int device = standin_current(call), isDefault = (uintptr_t)stream <= 1;
+	if ((uintptr_t)stream == 2)
+		standin_violation("%s: stream 2 is another one in each thread", call);
 	pthread_mutex_lock(&lock);
 	struct stream *s = streams;
-	while (s && s != stream)
+	while (s && (isDefault ? !s->isDefault || s->device != device : s != stream))
 		s = s->next;
+	if (!s && isDefault)
+		s = newStream(device, 1);
 	pthread_mutex_unlock(&lock);
 	if (!s || s->closing)
 		standin_violation("%s: stream %p does not exist", call, stream);
@@ -387,10 +414,11 @@ static struct stream *checked(void *stream, const char *call) {
 
 #include "order.c"
 
-int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
-	(void)flags;
+// newStream makes a stream. The caller holds the lock.
+static struct stream *newStream(int device, int isDefault) {
 	struct stream *s = calloc(1, sizeof *s);
-	s->device = standin_current("cudaStreamCreateWithFlags");
+	s->device = device;
+	s->isDefault = isDefault;
 	s->end = &s->first;
 	s->capturing = standin_setting("STANDIN_CUDA_CAPTURE", 0) != 0;
 	__atomic_add_fetch(&captures, s->capturing, __ATOMIC_ACQ_REL);
@@ -399,13 +427,21 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	s->hold = hold && *hold ? strdup(hold) : NULL;
 	pthread_mutex_init(&s->lock, NULL);
 	pthread_cond_init(&s->changed, NULL);
-	pthread_mutex_lock(&lock);
 	s->slot = takeSlot();
 	s->next = streams;
 	streams = s;
-	pthread_mutex_unlock(&lock);
 	pthread_create(&s->thread, NULL, execute, s);
-	*stream = s;
+	return s;
+}
+
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
+	WORKS;
+	int device = standin_current("cudaStreamCreateWithFlags");
+	if (flags != 1) // 1: cudaStreamNonBlocking
+		standin_violation("a stream was made that waits for the default stream, and for which it waits");
+	pthread_mutex_lock(&lock);
+	*stream = newStream(device, 0);
+	pthread_mutex_unlock(&lock);
 	return success;
 }
 
@@ -417,6 +453,7 @@ int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
 }
 
 int cudaStreamIsCapturing(void *stream, int *status) {
+	WORKS;
 	*status = checked(stream, "cudaStreamIsCapturing")->capturing;
 	return success;
 }
@@ -428,7 +465,10 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 
 int cudaStreamDestroy(void *stream) {
+	WORKS;
 	struct stream *s = checked(stream, "cudaStreamDestroy");
+	if (s->isDefault)
+		standin_violation("cudaStreamDestroy: it is the default stream");
 	pthread_mutex_lock(&s->lock);
 	s->closing = 1;
 	__atomic_sub_fetch(&captures, s->capturing, __ATOMIC_ACQ_REL);
@@ -465,11 +505,13 @@ static void synchronize(struct stream *s) {
 }
 
 int cudaStreamSynchronize(void *stream) {
+	WORKS;
 	synchronize(checked(stream, "cudaStreamSynchronize"));
 	return success;
 }
 
 int cudaStreamQuery(void *stream) {
+	WORKS;
 	struct stream *s = checked(stream, "cudaStreamQuery");
 	pthread_mutex_lock(&s->lock);
 	int idle = s->done == s->queued;
@@ -489,6 +531,7 @@ static void synchronizeAll(int device) {
 }
 
 int cudaDeviceSynchronize(void) {
+	WORKS;
 	synchronizeAll(standin_current("cudaDeviceSynchronize"));
 	return success;
 }
@@ -534,6 +577,7 @@ static struct copy *newCopy(void *to, const void *from, size_t n, int kind, cons
 }
 
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
+	WORKS;
 	standin_called("cudaMemcpyAsync");
 	if (n == 0)
 		return success;
@@ -573,6 +617,7 @@ static int overlap(const void *a, size_t n, const void *b, size_t m) {
 // memory of a device and with reads in the order of the stream, so anything else is a violation.
 int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, struct attributes *attributes,
 		size_t *indexes, size_t numAttributes, void *eighth, ...) {
+	WORKS;
 	static const char call[] = "cudaMemcpyBatchAsync";
 	int runtime, driver;
 	cudaRuntimeGetVersion(&runtime);
@@ -589,7 +634,8 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 	standin_called(call);
 	if (runtime < 12080 || driver < 12080)
 		standin_violation("%s: runtime %d and driver %d do not have it", call, runtime, driver);
-	checked(stream, call);
+	if (checked(stream, call)->isDefault)
+		standin_violation("%s: the default stream cannot have it", call);
 	if (runtime < 13000 && !failed)
 		standin_violation("%s: failIdx is NULL", call);
 	if (count == 0)
@@ -633,6 +679,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 }
 
 int cudaMemcpy(void *to, const void *from, size_t n, int kind) {
+	WORKS;
 	standin_current("cudaMemcpy");
 	if (n > 0)
 		doCopy(newCopy(to, from, n, kind, "cudaMemcpy"));
@@ -640,6 +687,7 @@ int cudaMemcpy(void *to, const void *from, size_t n, int kind) {
 }
 
 int cudaMemsetAsync(void *p, int value, size_t n, void *stream) {
+	WORKS;
 	if (n == 0)
 		return success;
 	struct copy *c = malloc(sizeof *c);
@@ -677,6 +725,7 @@ static struct event *checkedEvent(void *event, const char *call) {
 }
 
 int cudaEventCreateWithFlags(void **event, unsigned flags) {
+	WORKS;
 	(void)flags;
 	struct event *e = calloc(1, sizeof *e);
 	e->state = calloc(1, sizeof *e->state);
@@ -690,6 +739,7 @@ int cudaEventCreateWithFlags(void **event, unsigned flags) {
 }
 
 int cudaEventDestroy(void *event) {
+	WORKS;
 	struct event *e = checkedEvent(event, "cudaEventDestroy");
 	pthread_mutex_lock(&lock);
 	for (struct event **at = &events; *at; at = &(*at)->next)
@@ -727,6 +777,7 @@ static int await(void *arg) {
 }
 
 int cudaEventRecord(void *event, void *stream) {
+	WORKS;
 	struct event *e = checkedEvent(event, "cudaEventRecord");
 	struct stream *s = checked(stream, "cudaEventRecord");
 	if (e->device != s->device)
@@ -743,6 +794,7 @@ int cudaEventRecord(void *event, void *stream) {
 }
 
 int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+	WORKS;
 	standin_called("cudaStreamWaitEvent");
 	(void)flags;
 	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
@@ -765,6 +817,7 @@ static int ended(struct event *e) {
 }
 
 int cudaEventQuery(void *event) {
+	WORKS;
 	struct event *e = checkedEvent(event, "cudaEventQuery");
 	if (refused())
 		return result(captureUnsupported);
@@ -772,6 +825,7 @@ int cudaEventQuery(void *event) {
 }
 
 int cudaEventSynchronize(void *event) {
+	WORKS;
 	struct event *e = checkedEvent(event, "cudaEventSynchronize");
 	while (!ended(e))
 		usleep(50);

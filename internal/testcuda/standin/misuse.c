@@ -84,7 +84,10 @@ static void misuse(const char *way) {
 		cudaEventRecord(event, stream);
 		cudaStreamWaitEvent(other, event, 0);
 		cudaMemcpyAsync(host, buffer, bytes, defaultKind, other);
-		cudaStreamSynchronize(other);
+		cudaEventRecord(event, other);
+		cudaStreamWaitEvent(NULL, event, 0);
+		cudaMemsetAsync(buffer, 0, bytes, NULL);
+		cudaStreamSynchronize(NULL);
 		cudaMemsetAsync(buffer, 0, bytes, stream);
 		batch(2, 2, stream);
 		batch(1, 1, stream);
@@ -127,6 +130,15 @@ static void misuse(const char *way) {
 	} else if (strcmp(way, "no order with a batch") == 0) {
 		batch(2, 1, stream);
 		cudaMemsetAsync(from[1], 0, 1, other);
+	} else if (strcmp(way, "no order with the default stream") == 0) {
+		cudaMemsetAsync(buffer, 0, bytes, NULL);
+		reduce(stream);
+	} else if (strcmp(way, "stream that waits for the default stream") == 0) {
+		cudaStreamCreateWithFlags(&stream, 0);
+	} else if (strcmp(way, "stream of each thread") == 0) {
+		cudaMemsetAsync(buffer, 0, bytes, (void *)2);
+	} else if (strcmp(way, "default stream destroyed") == 0) {
+		cudaStreamDestroy(NULL);
 	} else if (strcmp(way, "batch on the default stream") == 0) {
 		batch(2, 1, NULL);
 	} else if (strcmp(way, "empty batch") == 0) {

@@ -45,7 +45,7 @@ int cudaDeviceGetPCIBusId(char *text, int len, int device);
 int cudaDeviceGetAttribute(int *value, int attribute, int device);
 int cudaPointerGetAttributes(void *attributes, const void *p);
 
-enum { success = 0, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6 };
+enum { success = 0, cudaError = 1, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6 };
 enum { maxRanks = 16, maxDevices = 16, defaultBlocks = 32, window = 64 << 10, letter = 16 << 10 };
 enum { sum, prod, max, min, avg, numOps };
 enum { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16, numTypes };
@@ -163,6 +163,7 @@ int ncclGetVersion(int *v) {
 const char *ncclGetErrorString(int code) {
 	switch (code) {
 	case success: return "no error";
+	case cudaError: return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
 	case systemError: return "unhandled system error";
 	case internalError: return "internal error";
 	case invalidArgument: return "invalid argument";
@@ -512,9 +513,10 @@ static void multiply(int type, char *p, size_t n, double factor) {
 
 // ---- multiprocessors
 
-// occupy begins an operation if enough multiprocessors are free, and reports whether it has begun.
+// occupy begins an operation if enough multiprocessors are free, and reports whether it has begun. For one rank
+// NCCL copies, without a kernel.
 static int occupy(struct comm *c, int *begun) {
-	if (*begun)
+	if (*begun || c->n == 1)
 		return 1;
 	int all = 0;
 	cudaDeviceGetAttribute(&all, 16, c->device);
@@ -771,6 +773,8 @@ static void *use(struct comm *c, void *stream, const void *p, size_t n, int writ
 
 // begin counts an operation and injects faults. It returns an error code.
 static int begin(struct comm *c, int *stuck) {
+	if (standin_broken())
+		return fails(cudaError, "Cuda failure 'an illegal memory access was encountered'");
 	long n = ++c->operations;
 	*stuck = faulty(c, "hang", n) || faulty(c, "async", n) || faulty(c, "late", n) || faulty(c, "slow", n);
 	if (faulty(c, "late", n))

@@ -6,6 +6,7 @@
 static char thing; // a stream, an event and a communicator
 
 int cudaGetDeviceCount(int *n) { return *n = 1, 0; }
+int cudaSetDevice(int device) { return (void)device, 0; }
 int cudaGetLastError(void) { return 0; }
 const char *cudaGetErrorName(int code) { return (void)code, ""; }
 const char *cudaGetErrorString(int code) { return (void)code, ""; }
@@ -22,6 +23,7 @@ int cudaMemcpyBatchAsync(void) { return 0; }
 int cudaMemsetAsync(void) { return 0; }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = *greatest = 0; }
 int cudaStreamCreateWithPriority(void **s, unsigned flags, int p) { return (void)flags, (void)p, *s = &thing, 0; }
+int cudaStreamCreateWithFlags(void **s, unsigned flags) { return (void)flags, *s = &thing, 0; }
 int cudaStreamDestroy(void) { return 0; }
 int cudaStreamSynchronize(void) { return 0; }
 int cudaStreamWaitEvent(void) { return 0; }

@@ -33,6 +33,9 @@ void standin_unlock_driver(int device);
 // standin_context_bytes returns the memory that the context of a device takes.
 size_t standin_context_bytes(int device);
 
+// standin_broken returns the error of a call after standin_fault, or 0.
+int standin_broken(void);
+
 // standin_host returns the memory behind n bytes at the device address p. It is a violation if these bytes
 // are not in one live allocation.
 void *standin_host(const void *p, size_t n, const char *call);
