@@ -5,6 +5,7 @@ package cuda
 /*
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 // The functions of the runtime and of the driver, in the order of the lists functions and driverFunctions in
 // Go.
@@ -267,7 +268,9 @@ func Load(path string) (*Runtime, error) {
 
 // newRuntime returns the runtime in l.
 func newRuntime(l *Library) (*Runtime, error) {
-	r := &Runtime{Library: l, f: new(C.functions), contexts: make(map[C.int]unsafe.Pointer)}
+	// The table is memory of C, which is never freed: at each call cgo would check all pointers of one in Go.
+	r := &Runtime{Library: l, f: (*C.functions)(C.calloc(1, C.sizeof_functions)),
+		contexts: make(map[C.int]unsafe.Pointer)}
 	r.count = sync.OnceValues(r.countDevices)
 	if err := l.load(r.table(), functions); err != nil {
 		return nil, err

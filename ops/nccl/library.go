@@ -201,8 +201,9 @@ func open(path string) (*Library, error) {
 
 // newLibrary returns the NCCL in the file, also if it is too old.
 func newLibrary(file *cuda.Library) (l *Library, err error) {
-	l = &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
-		devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
+	// The table is memory of C, which is never freed: at each call cgo would check all pointers of one in Go.
+	l = &Library{File: file.File, f: (*C.functions)(C.calloc(1, C.sizeof_functions)),
+		EndTimeout: 5 * time.Second, devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
 	l.turn.L = &l.mu
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
