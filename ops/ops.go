@@ -127,8 +127,8 @@ type Operation struct {
 	Allocate func(counts []int64) ([]byte, error)
 }
 
-// DevicePart is the part of an Operation on CUDA devices. It is valid only during the call of Start, which
-// copies it.
+// DevicePart is the part of an Operation on CUDA devices. It is valid only during the calls of Start, which
+// copies it, and of Allocate, which sets Ready again.
 type DevicePart struct {
 	// Devices are the CUDA devices on which the ranks have their buffers, in the order of the set. For a rank
 	// that has joined, it is the device of its last tensor, or tensor.Host if no tensor was on a device.
@@ -158,7 +158,8 @@ type DevicePart struct {
 	// Err is set if this rank cannot run the operation on devices. Start then returns an error with this
 	// cause, and operations that come later in Order fail instead of waiting for this one.
 	Err error
-	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
+	// Ready are events of this rank's device for which the operation waits before it reads or writes the
+	// tensors. After Allocate, they include those for the memory that it has returned.
 	Ready []*cuda.Event
 	// Follower learns what happens to an operation that has been launched, if it is not nil. If the operation
 	// has several parts, this applies to the last one.

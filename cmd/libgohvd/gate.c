@@ -5,6 +5,7 @@
 #include <link.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -337,11 +338,18 @@ PUBLIC hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **
 	return gohvdNewUniqueID((hvd_init_options_t *)options, text);
 }
 
+// old_op is the size of an hvd_op_t in programs that were compiled before it got the field allocate.
+enum { old_op = offsetof(hvd_op_t, allocate) };
+
+#define needs_op(op, operation) \
+	needs((op) && ((op)->size == sizeof(hvd_op_t) || (op)->size == old_op), operation, \
+	      "the pointer to hvd_op_t is null, or its size is not sizeof(hvd_op_t)")
+
 static size_t name_bytes(const hvd_op_t *op) { return op->name ? strlen(op->name) : 0; }
 
 PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
 	no_handle(handle);
-	needs_size(op, hvd_op_t, "submit");
+	needs_op(op, "submit");
 	needs(!op->reserved, "submit", "the field reserved is not 0");
 	needs(handle, "submit", "got a null pointer for the handle");
 	return gohvdSubmit((hvd_op_t *)op, name_bytes(op), handle);
@@ -352,6 +360,13 @@ PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t 
 	size_t *count = submitted ? submitted : &i;
 	*count = 0;
 	needs(!n || (ops && handles), "submit", "got a null pointer for the operations or the handles");
+	while (n && ops->size == old_op && *count < n) {
+		hvd_status_t status = hvd_submit((const void *)((const char *)ops + *count * old_op), handles + *count);
+		if (status) {
+			return status;
+		}
+		++*count;
+	}
 	while (*count < n) {
 		const hvd_op_t *next = ops + *count;
 		hvd_handle_t *to = handles + *count;
@@ -376,7 +391,7 @@ PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t 
 PUBLIC hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, hvd_result_t *result) {
 	no_handle(handle);
 	clear(result);
-	needs_size(op, hvd_op_t, "run");
+	needs_op(op, "run");
 	needs(!op->reserved, "run", "the field reserved is not 0");
 	needs(!result || result->size == sizeof *result, "run", "the size of the result is not sizeof(hvd_result_t)");
 	return gohvdRun((hvd_op_t *)op, name_bytes(op), seconds, handle, result);

@@ -142,10 +142,17 @@ typedef struct hvd_op {
 	double postscale;       /* and by this one after it */
 	double timeout_seconds; /* the job fails if the operation takes longer; 0: HVD_OPERATION_TIMEOUT_SECONDS */
 	/* The CUDA device that has all tensors, as the runtime of this process counts them, or -1 for host memory. The
-	 * operation begins after the work that is on the stream now. All tensors need an output. */
+	 * operation begins after the work that is on the stream now. */
 	int32_t device;
 	uint32_t reserved; /* 0 */
 	void *stream;      /* a cudaStream_t */
+	/* Allocates the results of an operation on a device for tensors without an output: it returns the address of
+	 * that many bytes on the device, which belong to the program and may be used by earlier work on the stream.
+	 * NULL lets the operation fail at this rank. It is called at most once for each tensor, with its index, when
+	 * the size is known, and not for 0 bytes. Any thread may call it, and it must not call the library. If it is
+	 * NULL, all tensors on a device need an output. */
+	void *(*allocate)(void *context, uint32_t tensor, uint64_t bytes);
+	void *context; /* the first argument of allocate */
 } hvd_op_t;
 
 /* hvd_op returns an operation on one tensor, or on none if tensor is NULL, with default options. */

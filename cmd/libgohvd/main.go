@@ -11,6 +11,11 @@ package main
 #include "gohvd.h"
 #include "gate.h"
 extern char **environ;
+
+static void *gohvd_allocate(void *(*f)(void *, uint32_t, uint64_t), void *context, uint32_t tensor,
+		uint64_t bytes) {
+	return f(context, tensor, bytes);
+}
 */
 import "C"
 
@@ -275,6 +280,12 @@ func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error)
 			r.Place.Size)
 	}
 	o.OnDevice, o.Device, o.Stream = c.device >= 0, int(c.device), uintptr(c.stream)
+	if o.OnDevice && c.size == C.sizeof_hvd_op_t && c.allocate != nil {
+		f, context := c.allocate, c.context
+		o.Allocate = func(i, numBytes int) unsafe.Pointer {
+			return C.gohvd_allocate(f, context, C.uint32_t(i), C.uint64_t(numBytes))
+		}
+	}
 	s := &o.Spec
 	s.Name = unsafe.String((*byte)(unsafe.Pointer(c.name)), int(nameBytes))
 	s.Kind, s.DType, s.ReduceOp, s.Wire = uint32(c.kind), uint32(c.dtype), uint32(c.reduction),

@@ -161,7 +161,33 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 		*in, *out = h.inputs[next].To, h.outputs[next].From
 		next++
 	})
+	for i, e := range w.Entries {
+		if e.Allocate != nil && len(e.Output) == 0 {
+			m.allocateTwice(w, i)
+		}
+	}
 	return m.copy(ctx, w, m.ready(w), h.inputs)
+}
+
+// allocateTwice makes Allocate of an entry, whose output does not exist yet, return host memory for the
+// output besides that on the device.
+func (m *machine) allocateTwice(w *Work, i int) {
+	h, e := &w.inHost, w.Entries[i]
+	o := madeOutput{entry: i, allocate: e.Allocate}
+	e.Output = nil
+	e.Allocate = func(numBytes int) []byte {
+		o.made = o.allocate(numBytes)
+		if len(o.made) != numBytes || numBytes == 0 {
+			return o.made
+		}
+		var err error
+		if o.memory, err = m.cfg.Devices.Borrow(h.device, numBytes); err != nil {
+			m.cfg.Log.Warn("no host memory for the result of an operation on a device", zap.Error(err))
+			return nil
+		}
+		h.made = append(h.made, o)
+		return o.memory
+	}
 }
 
 // copyOut copies the results of w to the devices if they are in host memory. It does not copy those of
@@ -178,7 +204,13 @@ func (m *machine) copyOut(ctx context.Context, w *Work) error {
 			outputs = append(outputs, c)
 		}
 	}
-	err := m.copy(ctx, w, nil, outputs)
+	var after []*cuda.Event
+	for _, o := range h.made {
+		if o.entry >= len(w.Refused) || w.Refused[o.entry] == nil {
+			outputs, after = append(outputs, cuda.Copy{To: o.made, From: o.memory}), m.ready(w)
+		}
+	}
+	err := m.copy(ctx, w, after, outputs)
 	m.releaseCopies(w)
 	return err
 }
@@ -189,7 +221,7 @@ func (m *machine) copy(ctx context.Context, w *Work, after []*cuda.Event, copies
 	h := &w.inHost
 	pending, err := m.cfg.Devices.Copy(ctx, h.device, after, copies...)
 	if pending {
-		h.memory = nil
+		h.memory, h.made = nil, nil
 		err = &ops.InUseError{Err: fmt.Errorf(
 			"device %d may still use the buffers of the operation, which must not be used again: %w", h.device,
 			err)}
@@ -208,6 +240,10 @@ func (m *machine) releaseCopies(w *Work) {
 			*in, *out = h.inputs[next].From, h.outputs[next].To
 			next++
 		})
+	}
+	for _, o := range h.made {
+		w.Entries[o.entry].Output, w.Entries[o.entry].Allocate = o.made, o.allocate
+		m.cfg.Devices.GiveBack(h.device, o.memory)
 	}
 	w.inHost = inHost{}
 }

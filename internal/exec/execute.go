@@ -59,7 +59,7 @@ func (m *machine) start(w *Work) (err error) {
 	if w.OnDevices() {
 		x.op.Device = &x.device
 		x.device.Devices = w.Grant.Responses[0].Devices
-		x.device.Ready, x.device.Order = m.ready(w), w.Order
+		x.device.Order = w.Order
 		if w.watching != nil {
 			x.device.Enter = w.enter
 		}
@@ -78,6 +78,9 @@ func (m *machine) start(w *Work) (err error) {
 		return err
 	}
 	x.device.Err = err
+	if x.op.Device != nil {
+		x.device.Ready = m.ready(w) // also for outputs that were allocated just now
+	}
 	return m.exchange()
 }
 

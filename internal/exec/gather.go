@@ -151,7 +151,11 @@ func (m *machine) startAlltoall() {
 		if row == 0 {
 			return m.receiveSplits(got)
 		}
-		return m.receiveRows(r, row, got)
+		b, err := m.receiveRows(r, row, got)
+		if w.OnDevices() {
+			x.device.Ready = m.ready(w) // also for an output that was allocated just now
+		}
+		return b, err
 	}
 }
 

@@ -117,6 +117,15 @@ type inHost struct {
 	// each output or part of it, and of is the index of its entry.
 	inputs, outputs []cuda.Copy
 	of              []int
+	// made are outputs that the program has allocated on the device when their sizes were known.
+	made []madeOutput
+}
+
+// madeOutput is an output on a device, and a copy of it in host memory.
+type madeOutput struct {
+	entry        int
+	allocate     func(numBytes int) []byte // of the entry
+	memory, made []byte
 }
 
 // buffers calls f for the buffers of each tensor of w, with the index of its entry.

@@ -2,6 +2,7 @@ package library
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"sync"
 	"sync/atomic"
@@ -27,6 +28,9 @@ type Op struct {
 	OnDevice bool
 	Device   int
 	Stream   uintptr
+	// Allocate returns memory of the device for the output of tensor i, or nil. If it is nil itself, all
+	// tensors on a device need an output.
+	Allocate func(i, numBytes int) unsafe.Pointer
 }
 
 // Place is the memory of a tensor: the input, and an output of OutBytes bytes.
@@ -63,6 +67,11 @@ type call struct {
 	made      [][]byte // the outputs that the library has provided, by tensor; nil if each has one
 	freed     atomic.Bool
 	over      func() bool // the method ended
+
+	// device, stream and allocate are those of the Op if its tensors are on a device.
+	device   int
+	stream   uintptr
+	allocate func(i, numBytes int) unsafe.Pointer
 
 	oneBuffer [1]rank.Buffer // backs the buffers of an operation on one tensor
 }
@@ -213,8 +222,9 @@ func (c *call) mark(o *Op) error {
 	}
 	noOutput := x.Kind == message.Reduce && x.Root != x.Rank.Place.Rank
 	for _, b := range x.Buffers {
-		if b.Out == nil && b.In != nil && !noOutput {
-			return errors.New("the library does not allocate memory of CUDA devices: give all tensors an output")
+		if b.Out == nil && b.In != nil && !noOutput && o.Allocate == nil {
+			return errors.New("the library does not allocate memory of CUDA devices: give all tensors an output, " +
+				"or the operation a function that allocates it")
 		}
 	}
 	e, err := x.Rank.Devices.Mark(o.Device, o.Stream)
@@ -222,6 +232,7 @@ func (c *call) mark(o *Op) error {
 		return err
 	}
 	x.Device, x.Ready = tensor.CUDA(o.Device), []*cuda.Event{e}
+	c.device, c.stream, c.allocate = o.Device, o.Stream, o.Allocate
 	if x.Rank.AsyncCompletion {
 		x.Streams = []uintptr{o.Stream}
 	}
@@ -238,11 +249,33 @@ func (c *call) unmark() {
 
 // Allocate implements rank.Owner. It provides the output of tensor i.
 func (c *call) Allocate(i, numBytes int) ([]byte, error) {
+	if c.execution.Device != tensor.Host {
+		return c.allocateOnDevice(i, numBytes)
+	}
 	b, err := c.library.memory.Alloc(numBytes)
 	if err == nil {
 		c.made[i] = b
 	}
 	return b, err
+}
+
+// allocateOnDevice returns memory of the program for the output of tensor i. Earlier work on the stream may
+// still use it, so the operation must wait for that too.
+func (c *call) allocateOnDevice(i, numBytes int) ([]byte, error) {
+	if numBytes == 0 {
+		return nil, nil
+	}
+	p := c.allocate(i, numBytes)
+	if p == nil {
+		return nil, fmt.Errorf("the program has not allocated the result of tensor %d, which has %d bytes, on "+
+			"device %d", i, numBytes, c.device)
+	}
+	e, err := c.execution.Rank.Devices.Mark(c.device, c.stream)
+	if err != nil {
+		return nil, err
+	}
+	c.execution.Ready = append(c.execution.Ready, e)
+	return unsafe.Slice((*byte)(p), numBytes), nil
 }
 
 // Finished implements rank.Owner. It is called when the operation has ended.

@@ -29,7 +29,11 @@ func TestDevicePython(t *testing.T) {
 		env   string
 	}{
 		{"Values", 1, ""}, {"Values", 2, ""}, {"Values", 3, "STANDIN_CUDA_DEVICES=1"},
-		{"Values", 2, "HOROVOD_ENABLE_ASYNC_COMPLETION=1"}, {"Fallbacks", 2, ""}, {"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS=none"},
+		{"Values", 2, "DEFAULT_STREAM=1"},
+		{"Values", 2, "HOROVOD_ENABLE_ASYNC_COMPLETION=1"}, {"Fallbacks", 2, ""},
+		{"Faulted.test_before_operations", 3, ""}, {"Faulted.test_in_flight", 3, ""},
+		{"Values.test_unknown_sizes", 2, "HOROVOD_GPU_OPERATIONS=host"},
+		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS=none"},
 	} {
 		out, err := run(c.tests, c.ranks, c.env)
 		if err != nil || strings.Count(out, ":Ran ") != c.ranks {

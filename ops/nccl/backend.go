@@ -398,6 +398,7 @@ func (b *backend) exchangeSizes(ctx context.Context) (err error) {
 	if b.out, err = b.op.Allocate(b.counts); err == nil && b.out == nil {
 		b.out, err = b.device.buffer(int(sum(b.counts)))
 	}
+	b.part.Ready = b.op.Device.Ready
 	return err
 }
 

@@ -103,6 +103,10 @@ class Framework(Generic[A]):
         """
         raise NotImplementedError
 
+    def view(self, x: A, shape: Shape) -> A:
+        """Returns an array on a device with another shape and the elements of x."""
+        raise NotImplementedError
+
     def device(self, x: A) -> int:
         """Returns the number of the CUDA device that has x, or -1 if x is elsewhere."""
         raise NotImplementedError
@@ -117,6 +121,10 @@ class Framework(Generic[A]):
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which stream is the current stream of its device."""
+        raise NotImplementedError
+
+    def set_stream(self, stream: Any) -> None:
+        """Makes stream the current stream of this thread, and its device the current device."""
         raise NotImplementedError
 
     def follow(self, stream: Any) -> None:
@@ -158,7 +166,7 @@ class Operation:
 operation = functools.lru_cache(maxsize=4096)(Operation)
 
 # Offsets in a slot, in words of 8 bytes.
-_STREAM = _library.Op.stream.offset // 8
+_STREAM, _ALLOCATE = _library.Op.stream.offset // 8, _library.Op.allocate.offset // 8
 _HANDLE = ctypes.sizeof(_library.Op) // 8
 _TENSORS = _HANDLE + 1
 _INPUT, _OUTPUT = _TENSORS + _library.Tensor.input.offset // 8, _TENSORS + _library.Tensor.output.offset // 8
@@ -240,6 +248,39 @@ def _full_name(op: Operation, name: str) -> str:
 _finishing = threading.RLock()  # held by a thread that gets results from the library or writes them
 
 
+class Made(Generic[A]):
+    """The results of an operation on a device whose sizes depend on the other ranks. A thread of the library makes each
+    when it knows the size.
+    """
+
+    def __init__(self, framework: Framework[A], likes: Sequence[A], sizes: Sequence[int], stream: Any) -> None:
+        self.framework, self.likes, self.sizes, self.stream = framework, likes, sizes, stream
+        self.arrays: dict[int, A] = {}
+        """The results by tensor, without their shapes. Results without elements are missing."""
+        self.error: BaseException | None = None
+
+    def allocate(self, _: int, i: int, nbytes: int) -> int:
+        """Implements the field allocate of the operation."""
+        fw = self.framework
+        try:
+            # The thread belongs to the library. To return it to its old device would make a context on device 0.
+            fw.set_stream(self.stream)
+            self.arrays[i] = made = fw.empty((nbytes // self.sizes[i],), self.likes[i])
+            return fw.address(made)
+        except BaseException as e:
+            self.error = e
+            return 0
+
+    def array(self, i: int, shape: Shape) -> A:
+        """Returns the result of tensor i."""
+        fw = self.framework
+        made = self.arrays.get(i)
+        if made is not None:
+            return fw.view(made, shape)
+        with fw.using(self.stream):
+            return fw.empty(shape, self.likes[i])
+
+
 @dataclass(eq=False)
 class Completion(Generic[A]):
     """What an operation needs when it is done, unless the library has then written all results to their arrays."""
@@ -253,6 +294,16 @@ class Completion(Generic[A]):
     """The stream that was the current one of the device of the arrays when the operation was begun, if they are on one."""
     result: _library.Result | None
     """What the library tells besides the elements of the results."""
+    made: Made[A] | None
+    """The results if the library lets this process allocate them on a device."""
+
+
+def _error(status: int, completion: Completion[A] | None) -> Exception:
+    """Returns the error of an operation that has failed."""
+    error = _library.error(status)
+    if completion is not None and completion.made is not None:
+        error.__cause__ = completion.made.error
+    return error
 
 
 class Call(Generic[A]):
@@ -324,7 +375,7 @@ class Call(Generic[A]):
             if status == NO_HANDLE:
                 self.slot = None  # hvd_finish has returned before, in another thread or just before an exception
             elif status != PENDING:
-                self.error = _library.error(status)
+                self.error = _error(status, completion)
                 quick.hvd_release(self.number)
                 self.slot = slot.arrays = None
 
@@ -362,10 +413,14 @@ class Call(Generic[A]):
                     completion.copies = ()
                 if self.outputs is None and result is not None:
                     outputs = []
-                    for x, output in zip(completion.likes, result.outputs[: result.num_outputs]):
+                    for i, (x, output) in enumerate(zip(completion.likes, result.outputs[: result.num_outputs])):
+                        shape = tuple(output.shape[: output.dims])
+                        if completion.made is not None:
+                            outputs.append(completion.made.array(i, shape))
+                            continue
                         memory = _library.memory_at(output.data or 0, output.bytes)
                         memory.owner = result  # frees the memory when the last array is gone
-                        outputs.append(fw.wrap(memory, tuple(output.shape[: output.dims]), x))
+                        outputs.append(fw.wrap(memory, shape, x))
                     self.outputs = outputs
         if stream is not None:
             fw.follow(stream)
@@ -703,8 +758,8 @@ class Engine:
         x is an array, or a sequence of arrays for a grouped operation. The result is written to target, which may be x
         itself. An operation whose result has a size that not only depends on the shapes (allgather, alltoall, gather,
         scatter) has targets only if outputs has the shapes of the results. Without targets, a caller that knows these
-        shapes gives them because otherwise an operation on a CUDA device is copied through host memory. If a result turns
-        out to have another size, the operation fails.
+        shapes gives them so that results on a CUDA device need not be allocated while the other ranks wait. If a result
+        turns out to have another size, the operation fails.
 
         If the name is SYNC_NAME, operations of this kind share it if they run in the main thread. Otherwise they have no
         name. If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
@@ -768,7 +823,7 @@ class Engine:
             call.number = slot.words[_HANDLE]
         else:
             call.slot = slot.arrays = None
-            raise _library.error(status)
+            raise _error(status, completion)
         return call.wait()
 
     def _sync_name(self, op: Operation, process_set: ProcessSet) -> str | None:
@@ -801,7 +856,7 @@ class Engine:
         if fw.has_devices and arrays:
             device = fw.device(arrays[0])
             if device >= 0:
-                why = self._not_on_device(op, self._outputs(op, shapes, process_set) if outputs is None else outputs)
+                why = self._not_on_device(op)
                 if why:
                     self._warn(why)
                     device, in_memory = -1, True
@@ -863,10 +918,16 @@ class Engine:
                 used.append(target)  # keeps it alive
                 words[at] = address
                 at += _TENSOR_WORDS
+        made = None
+        if slot.outputs is None and stream is not None:
+            made = Made(fw, arrays, [size for _, size in codes], stream)
+            function = _library.Allocate(made.allocate)
+            used.append(function)  # keeps it alive
+            words[_ALLOCATE] = ctypes.cast(function, ctypes.c_void_p).value or 0
         slot.arrays = used
         completion = None
         if copies or stream is not None or slot.tells:
-            completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None)
+            completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None, made)
         return slot, results, completion
 
     def _outputs(
@@ -899,15 +960,13 @@ class Engine:
             return nbytes != out_bytes * (process_set.size() or 1) or target != array + me * out_bytes
         return array != target or nbytes != out_bytes or kind in (ALLTOALL, GATHER, SCATTER)
 
-    def _not_on_device(self, op: Operation, known: Sequence[Shape] | None) -> str:
+    def _not_on_device(self, op: Operation) -> str:
         """Returns why an operation on tensors on a CUDA device must be copied through host memory, or an empty text."""
         name = KIND_NAMES[op.kind]
         if not self.place().devices:
             return "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks"
         if op.kind in (SEND, RECV):
             return f"a {name} is a message, which NCCL does not send for gohvd"
-        if known is None:
-            return f"the program does not know the size of the result of this operation, {name}, before it"
         return ""
 
     def _warn(self, why: str) -> None:

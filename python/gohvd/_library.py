@@ -112,7 +112,13 @@ class Op(Structure):
         ("device", c_int32),
         ("reserved", c_uint32),
         ("stream", c_void_p),
+        ("allocate", c_void_p),
+        ("context", c_void_p),
     ]
+
+
+Allocate = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_uint32, c_uint64)
+"""The type of the field allocate of an Op."""
 
 
 class Output(Structure):

@@ -2,7 +2,8 @@
 
 The tests call the engine with arrays of their own, because torch makes tensors on devices only with a GPU. HVD_CUDART_LIBRARY
 must be the file of the CUDA runtime, which may be the stand-in (internal/testcuda), and HOROVOD_GPU_OPERATIONS must be nccl.
-If there are fewer devices than ranks, the ranks share them.
+If there are fewer devices than ranks, the ranks share them. With DEFAULT_STREAM=1 the current stream is the default one, as
+in a program with torch that makes no streams, and otherwise one of the test.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Devices(_engine.Framework[Array]):
     has_devices = True
 
     def __init__(self) -> None:
-        self.current = new_stream()
+        self.current = 0 if os.environ.get("DEFAULT_STREAM") else new_stream()
         self.followed: list[int] = []
 
     def operands(self, op: Any, x: Any, target: Any) -> tuple[Any, Any]:
@@ -148,7 +149,10 @@ class Devices(_engine.Framework[Array]):
 
     def empty(self, shape: tuple[int, ...], like: Array, in_memory: bool = False) -> Array:
         nbytes = math.prod(shape) * like.dtype[1]
-        return Array(shape, like.dtype, view=memoryview(bytearray(max(nbytes, 1))) if in_memory else None)
+        made = Array(shape, like.dtype, view=memoryview(bytearray(max(nbytes, 1))) if in_memory else None)
+        if not in_memory and nbytes:  # earlier work on the stream may use the memory, as with torch's allocator
+            cuda("cudaMemsetAsync", ctypes.c_void_p(made.address), 7, ctypes.c_size_t(nbytes), ctypes.c_void_p(self.current))
+        return made
 
     def stream(self, device: int) -> int:
         return self.current
@@ -164,6 +168,9 @@ class Devices(_engine.Framework[Array]):
         finally:
             self.current = before
 
+    def set_stream(self, stream: int) -> None:
+        cuda("cudaSetDevice", DEVICE)
+
     def follow(self, stream: int) -> None:
         self.followed.append(stream)
         if stream != self.current:
@@ -172,6 +179,9 @@ class Devices(_engine.Framework[Array]):
     def copy(self, target: Array, source: Array) -> None:
         copy(target.address, source.address, source.nbytes)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
+
+    def view(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return Array(shape, x.dtype, at=x.place)
 
     def wrap(self, memory: Any, shape: tuple[int, ...], like: Array) -> Array:
         made = Array(shape, like.dtype)
@@ -316,6 +326,46 @@ class Values(OnDevice):
         self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
         self.assertEqual(call.received, [1] * n)
 
+    def test_unknown_sizes(self) -> None:
+        """The other ranks determine the sizes of the results, which the framework allocates on the device when they are
+        known.
+        """
+        n, last = size(), size() - 1
+        for i in range(2):
+            x = Array([rank() + 1, 2]).write([rank(), i] * (rank() + 1))
+            want = [v for r in range(n) for v in [r, i] * (r + 1)]
+            y = begin(ALLGATHER, [x], "unknown").results()[0]
+            self.assertEqual((y.shape, y.read()), ((n * (n + 1) // 2, 2), want))
+            ints = Array([1], INT32).write([rank()])
+            nothing = begin(ALLGATHER, [x, ints, Array([0, 3])], "unknown", grouped=True).results()
+            self.assertEqual([y.read() for y in nothing], [want, list(range(n)), []])
+            self.assertEqual(nothing[2].shape, (0, 3))
+            splits = tuple([1 + (r == rank()) for r in range(n)])
+            call = begin(ALLTOALL, [Array([n + 1], INT32).write(list(range(n + 1)))], "unknown", splits=splits)
+            mine = [[rank() + (r < rank())] if r != rank() else [rank(), rank() + 1] for r in range(n)]
+            self.assertEqual(call.results()[0].read(), [v for block in mine for v in block])
+            self.assertEqual(call.received, [1 + (r == rank()) for r in range(n)])
+            y = begin(GATHER, [x], "unknown", root=last).results()[0]
+            self.assertEqual((y.shape, y.read()), ((n * (n + 1) // 2, 2), want) if rank() == last else ((0, 2), []))
+            splits = tuple(range(n)) if rank() == last else ()
+            whole = Array([n * (n - 1) // 2], INT32).write(list(range(n * (n - 1) // 2)))
+            y = begin(SCATTER, [whole], "unknown", splits=splits, root=last).results()[0]
+            self.assertEqual(y.read(), list(range(rank() * (rank() - 1) // 2, rank() * (rank() + 1) // 2)))
+
+    def test_no_memory(self) -> None:
+        """The framework cannot allocate the result at one rank. The others get theirs."""
+        x = Array([1]).write([rank()])
+        no = ValueError("there is no memory")
+        with unittest.mock.patch.object(fw, "empty", side_effect=no) if rank() == 0 else contextlib.nullcontext():
+            call = begin(ALLGATHER, [x], "no memory")
+            if rank() > 0:
+                self.assertEqual(call.results()[0].read(), list(range(size())))
+            else:
+                with self.assertRaisesRegex(RuntimeError, "has not allocated the result of tensor 0") as e:
+                    call.results()
+                self.assertIs(e.exception.__cause__, no)
+        self.assertEqual(run(ALLREDUCE, x, "after", reduction=_engine.Sum), [size() * (size() - 1) / 2])
+
     def test_groups(self) -> None:
         """A group of several types, of which NCCL does not have one, and some in-place arrays that are not contiguous."""
         xs = [Array([2]).write([rank(), 1]), Array([3], INT16).write([1, 2, rank()]), Array([1], INT32, contiguous=False).write([3])]
@@ -386,9 +436,6 @@ class Fallback(InTheJob):
 class Fallbacks(Fallback):
     """Operations that cannot run on the device."""
 
-    def test_unknown_size(self) -> None:
-        self.twice(ALLGATHER, list(range(size())), "the program does not know the size of the result of this operation")
-
     def test_messages(self) -> None:
         x, y = Array([2]).write([rank(), 5]), Array([2])
         after, before = (rank() + 1) % size(), (rank() - 1) % size()
@@ -417,6 +464,36 @@ class Killed(OnDevice):
             begin(ALLREDUCE, xs[:1], "after", reduction=_engine.Sum).results()  # all calls may have been done
         self.assertEqual(list(e.exception.ranks), [size() - 1])
         self.assertEqual(Array([1]).write([7]).read(), [7])
+
+
+class Faulted(OnDevice):
+    """A kernel of the last rank uses a wrong address, so that CUDA does nothing more in its process. The stand-in for CUDA
+    does that. Each rank gets an error, and the others that of the last rank.
+    """
+
+    def fault(self, in_flight: bool) -> None:
+        xs = [[Array([1]).write([1])] for _ in range(20)]
+        last = size() - 1
+        calls = []
+        if rank() < last or in_flight:
+            calls = [begin(ALLREDUCE, x, f"x{i}", targets=x, reduction=_engine.Sum) for i, x in enumerate(xs)]
+        if rank() == last:
+            _runtime.standin_fault()
+            unittest.mock.patch.object(Allocation, "__del__", lambda _: None).start()  # nothing can be freed any more
+        with self.assertRaisesRegex(Exception, "cudaErrorIllegalAddress" if in_flight or rank() == last else "") as e:
+            for call in calls:
+                call.results()
+            begin(ALLREDUCE, xs[0], "after", targets=xs[0], reduction=_engine.Sum).results()
+        if rank() < last:
+            self.assertIsInstance(e.exception, PeerError)
+            self.assertEqual(list(e.exception.ranks), [last])
+        shutdown()
+
+    def test_before_operations(self) -> None:
+        self.fault(False)
+
+    def test_in_flight(self) -> None:
+        self.fault(True)
 
 
 class WithoutNCCL(Fallback):

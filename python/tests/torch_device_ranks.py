@@ -74,6 +74,24 @@ class InPlace(Ranks):
         self.equal(b, torch.full((4,), n, dtype=torch.int32))
         self.in_place()
 
+    def test_unknown_sizes(self) -> None:
+        """The other ranks determine the sizes of the results."""
+        n = self.size
+        for _ in range(2):
+            x = torch.full((self.rank + 1, 2), float(self.rank), device=DEVICE, requires_grad=True)
+            y = hvd.allgather(x, name="rows")
+            self.equal(y, torch.cat([torch.full((r + 1, 2), float(r)) for r in range(n)]))
+            y.sum().backward()
+            self.equal(x.grad, torch.ones(self.rank + 1, 2))
+            splits = torch.tensor([1] * (n - 1) + [2], dtype=torch.int32)
+            y, received = hvd.alltoall(torch.arange(n + 1, device=DEVICE), splits, name="parts")
+            last = self.rank == n - 1
+            self.equal(y, torch.tensor([n - 1, n] * n if last else [self.rank] * n))
+            self.assertEqual(received.tolist(), [2 if last else 1] * n)
+            sparse = torch.sparse_coo_tensor([[self.rank]], [1.0], (n,), device=DEVICE)
+            self.equal(hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense(), torch.ones(n))
+        self.in_place()
+
     @unittest.skipIf(_CPU, "the CPU has no streams")
     def test_streams(self) -> None:
         """The stream on which an operation is begun is still busy, and another stream uses the result."""

@@ -272,6 +272,25 @@ int main(void) {
 	fails(hvd_poll(1, &number), HVD_ERROR_HANDLE, "handle");
 	fails(hvd_wait_any(&h, 0, -1, &index), HVD_ERROR_USAGE, "no handles");
 
+	/* A program that was compiled before hvd_op_t had the field allocate. */
+	{
+		enum { OLD = offsetof(hvd_op_t, allocate) };
+		_Alignas(hvd_op_t) char old[2 * OLD];
+		hvd_handle_t handles[2];
+		size_t submitted = 0;
+		op = good;
+		op.size = OLD;
+		ok(hvd_run(&op, -1, NULL, NULL));
+		for (int i = 0; i < 2; i++) {
+			op.name = i ? "old 1" : "old 0";
+			memcpy(old + i * OLD, &op, OLD);
+		}
+		ok(hvd_submit_many((const hvd_op_t *)old, 2, handles, &submitted));
+		want(submitted == 2);
+		ok(hvd_wait(handles[0], -1, NULL));
+		ok(hvd_wait(handles[1], -1, NULL));
+	}
+
 	/* An operation among many that fails in C, and one that fails in Go. Those before it are in flight. */
 	for (int in_go = 0; in_go < 2; in_go++) {
 		enum { COUNT = 150, WRONG = 100 };

@@ -7,8 +7,8 @@ It supports more than Horovod:
 - ``alloc_tensor``, which makes tensors in memory that the other ranks of the host can read.
 
 Operations work on the memory of the tensors. One on a CUDA device begins after the work that is on the current stream
-when it is begun. When ``synchronize`` has returned, the current stream can use the result. Operations whose result has a
-size that is not known in advance (allgather, alltoall, gather, scatter) and messages are copied through host memory.
+when it is begun. When ``synchronize`` has returned, the current stream can use the result. Messages are copied through
+host memory.
 """
 
 from __future__ import annotations
@@ -139,6 +139,9 @@ class _Torch(_engine.Framework[Tensor]):
         x = torch.frombuffer(memory, dtype=like.dtype).view(shape)
         return x if like.is_cpu else x.to(like.device)
 
+    def view(self, x: Tensor, shape: Shape) -> Tensor:
+        return x.view(shape)
+
     def device(self, x: Tensor) -> int:
         return x.get_device() if x.is_cuda else -1
 
@@ -150,6 +153,9 @@ class _Torch(_engine.Framework[Tensor]):
 
     def using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def set_stream(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(stream)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         current = torch.cuda.current_stream(stream.device)
