@@ -36,10 +36,11 @@ func startOnDevice[R any](op *ondevice.Operation, options []any) (*Handle[R], er
 // that came from each member, and otherwise struct{}.
 type deviceOp[R any] struct {
 	Handle[R]
-	slot  *slot // nil once the operation is done
-	dims  [1]int64
-	ready [2]*cuda.Event // backs the events of part
-	part  cuda.DevicePart
+	slot    *slot // nil once the operation is done
+	dims    [1]int64
+	ready   [2]*cuda.Event // backs the events of part
+	streams [2]uintptr     // backs the streams of these events
+	part    cuda.DevicePart
 	// If the operation is a group with one request for each tensor, tensors holds their operations, the
 	// counter left is the number of tensors that are not done, and group is the group in each of them.
 	tensors []*deviceOp[R]
@@ -291,7 +292,7 @@ const perThread = 2
 func (o *deviceOp[R]) mark(c *call, buffers ...ondevice.Buffer) error {
 	e := &o.slot.entry
 	e.Device, o.part = &o.part, cuda.DevicePart{Ready: o.ready[:0]}
-	marked := make([]uintptr, 0, len(o.ready))
+	marked := o.streams[:0]
 	for _, b := range buffers {
 		if b.Len == 0 || slices.Contains(marked, b.Stream) {
 			continue

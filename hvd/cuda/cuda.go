@@ -77,8 +77,13 @@ type (
 
 // single returns an operation on one tensor.
 func single[T hvd.Element](kind message.Kind, in, out Buffer[T]) *ondevice.Operation {
-	return &ondevice.Operation{Kind: kind, DType: tensor.Of[T](), In: []ondevice.Buffer{ondevice.Buffer(in)},
-		Out: []ondevice.Buffer{ondevice.Buffer(out)}}
+	o := &struct {
+		ondevice.Operation
+		buffers [2]ondevice.Buffer
+	}{ondevice.Operation{Kind: kind, DType: tensor.Of[T]()}, [2]ondevice.Buffer{ondevice.Buffer(in),
+		ondevice.Buffer(out)}}
+	o.In, o.Out = o.buffers[:1:1], o.buffers[1:]
+	return &o.Operation
 }
 
 // group returns an operation on a group of tensors.

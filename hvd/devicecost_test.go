@@ -1,0 +1,89 @@
+//go:build nccl && cgo
+
+package hvd_test
+
+import (
+	"context"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/hvd/cuda"
+	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/store"
+)
+
+// TestRepeatedDeviceOperationAllocatesLittle checks that a repeated operation on a device makes at most two
+// small allocations more than one in host memory: its description and the list of its options.
+func TestRepeatedDeviceOperationAllocatesLittle(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		d := openDevice(t, 0)
+		defer d.stream.Close()
+		x := d.buffer(1, 2)
+		opts := []cuda.AllreduceOption{hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)}
+		once := func() { d.check(cuda.Allreduce(ctx, x, x, opts...)) }
+		for range 20 {
+			once()
+		}
+		const most = 5
+		if got := testing.AllocsPerRun(100, once); got > most {
+			t.Errorf("%v allocations, want at most %d", got, most)
+		}
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+// BenchmarkDeviceAllreduce measures the processor time and the allocations of an allreduce of one rank on a
+// device, with libraries that do nothing, and those of the same call in host memory:
+//
+//	go test -tags nccl -run '^$' -bench DeviceAllreduce ./hvd
+func BenchmarkDeviceAllreduce(b *testing.B) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	e, err := hvd.New(b.Context(), place(kv, 0, 1, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY",
+		testcuda.Null(), "HVD_CUDART_LIBRARY", testcuda.Null())...)
+	if err != nil {
+		b.Fatal(err)
+	}
+	x := make([]float32, 16)
+	on := cuda.Buffer[float32]{Pointer: uintptr(unsafe.Pointer(&x[0])), Len: len(x)}
+	opts := []cuda.AllreduceOption{hvd.Op(hvd.Sum), hvd.Name("device"), hvd.On(e)}
+	inHost := []hvd.AllreduceOption{hvd.InPlace(), hvd.Op(hvd.Sum), hvd.Name("host"), hvd.On(e)}
+	for _, c := range []struct {
+		name string
+		call func() error
+	}{
+		{"host", func() error { _, err := hvd.Allreduce(b.Context(), x, inHost...); return err }},
+		{"device", func() error { return cuda.Allreduce(b.Context(), on, on, opts...) }},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			for range 100 {
+				if err := c.call(); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportAllocs()
+			before := processorTime(b)
+			for b.Loop() {
+				if err := c.call(); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportMetric(float64((processorTime(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/op")
+		})
+	}
+	if err := e.Shutdown(b.Context()); err != nil {
+		b.Error(err)
+	}
+}
+
+func processorTime(b *testing.B) time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
