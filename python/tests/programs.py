@@ -29,8 +29,10 @@ _PROGRAM_SECONDS = 600 if stress else 200
 class Bounded(unittest.TestCase):
     """A test case with a time limit. If a test takes longer, the process ends and prints where each thread waits."""
 
+    seconds = _TEST_SECONDS
+
     def setUp(self) -> None:
-        faulthandler.dump_traceback_later(_TEST_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(self.seconds, exit=True)
         self.addCleanup(faulthandler.cancel_dump_traceback_later)
 
 
