@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -158,7 +159,14 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	}
 	job := &launch.Elastic{Config: c}
 	if e.discovery == "" {
+		if slots := launch.Slots(hosts); hosts != nil && slots < np {
+			return nil, usagef("-np: got %d, but the hosts have %d slots, and without --host-discovery-script they get no more",
+				np, slots)
+		}
 		return job, nil
+	}
+	if info, err := os.Stat(e.discovery); err == nil && info.IsDir() {
+		return nil, usagef("--host-discovery-script: %s is a directory, want a command", e.discovery)
 	}
 	if hosts != nil {
 		return nil, usagef("--host-discovery-script cannot be used together with --hosts or --hostfile")
