@@ -69,7 +69,8 @@ func (s *exact) add(samples []int64) {
 	s.digest, s.next = h.Sum64(), min(s.next+uint64(len(samples)), epochEnds)
 }
 
-// replay returns the digest of an undisturbed training with the numbers of ranks of a history, up to a sample.
+// replay returns the digest of an undisturbed training with the numbers of ranks of a history, up to a
+// sample.
 func replay(history []uint64, end uint64) uint64 {
 	s := &exact{used: make([]byte, numSamples)}
 	for ; len(history) > 0; history = history[2:] {
@@ -99,7 +100,7 @@ func trainExactly(ctx context.Context) error {
 		if ends != nil {
 			var usage *hvd.UsageError
 			if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Over(ends)); !errors.As(err, &usage) {
-				return fmt.Errorf("operation in a process set of an earlier generation: got %T %v, want a UsageError", err, err)
+				return fmt.Errorf("process set of an earlier generation: got %v, want a UsageError", err)
 			}
 		}
 		var err error
@@ -126,8 +127,8 @@ func trainExactly(ctx context.Context) error {
 		return nil
 	}
 	if err == nil {
-		fmt.Println("done", s.digest == replay(s.history, s.next), slices.Min(s.used) == slices.Max(s.used), s.digest,
-			s.history)
+		fmt.Println("done", s.digest == replay(s.history, s.next), slices.Min(s.used) == slices.Max(s.used),
+			s.digest, s.history)
 		err = hvd.Shutdown(ctx)
 	}
 	return err
@@ -254,4 +255,70 @@ func TestElasticExact(t *testing.T) {
 			tellJob(t, j)
 		})
 	}
+}
+
+// stepAhead is the program "elastic-ahead": in step 10, rank 2 learns that the vote for the step has
+// succeeded, the ranks 0 and 3 do not, and rank 1 dies.
+func stepAhead(ctx context.Context) error {
+	seen := filepath.Join(os.Getenv(folderVariable), "seen")
+	s, role := &exact{used: make([]byte, numSamples)}, -1
+	var begun []uint64
+	err := elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
+		if begun = append(begun, s.next); len(begun) == 1 {
+			role = hvd.Rank()
+		}
+		for s.next < 20 {
+			if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("gradient")); err != nil {
+				return err
+			}
+			if len(begun) == 1 && s.next == 10 && role != 2 {
+				return missVote(ctx, role == 1, seen)
+			}
+			if err := job.Step(ctx, func() { s.next++ }); err != nil {
+				return err
+			}
+			if s.next == 11 && role == 2 {
+				if err := os.WriteFile(seen, nil, 0o600); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	})
+	fmt.Println("begun", begun)
+	return errors.Join(err, hvd.Shutdown(ctx))
+}
+
+// missVote takes part in the operation of a vote for a step, but package elastic does not learn of it. Then
+// the process dies when another rank has made the step, or learns that this process has died.
+func missVote(ctx context.Context, dies bool, seen string) error {
+	const ballot = 1 << 16 // of commits.Step
+	if _, err := hvd.Allreduce(ctx, []int64{ballot}, hvd.Op(hvd.Sum), hvd.Name("elastic.vote")); err != nil {
+		return err
+	}
+	for dies {
+		if _, err := os.Stat(seen); err == nil {
+			_ = unix.Kill(os.Getpid(), unix.SIGKILL)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if err := hvd.Barrier(ctx); err != nil {
+		return err
+	}
+	return errors.New("rank 1 has not died")
+}
+
+// TestElasticAhead kills a rank when only one of the others has learned of the vote for a step. That step is
+// not made again: the others get the state from the rank that has made it.
+func TestElasticAhead(t *testing.T) {
+	t.Parallel()
+	j := startHvdrun(t, nil, []string{"-np", "4", "--min-np", "2", "--blacklist-cooldown-range", "3600,3600"},
+		"elastic-ahead", folderVariable+"="+t.TempDir())
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	if got := strings.Count(j.out(), ">:begun [0 11]\n"); got != 3 {
+		t.Errorf("got %d ranks that began at the steps 0 and 11, want 3", got)
+	}
+	tellJob(t, j)
 }

@@ -21,6 +21,7 @@ import (
 
 	"github.com/gohvd/gohvd/elastic"
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // These variables configure the program "elastic-steps".
@@ -85,6 +86,7 @@ func trainSteadily(ctx context.Context) error {
 	fmt.Println("pid", os.Getpid())
 	dieAt("start")
 	s := &weights{data: make([]byte, size)}
+	var steps []time.Duration // all but the first of each generation, with their commits
 	err = elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
 		dieAt("train")
 		places, err := hvd.Allgather(ctx, []int64{int64(hvd.LocalRank())})
@@ -96,6 +98,7 @@ func trainSteadily(ctx context.Context) error {
 			want += 1 << (8 * at)
 		}
 		for first := true; ; first = false {
+			began := time.Now()
 			ended, err := s.train(ctx, want)
 			if err != nil || ended {
 				return err
@@ -109,12 +112,18 @@ func trainSteadily(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
+			if !first {
+				steps = append(steps, time.Since(began))
+			}
 		}
 	})
 	if errors.Is(err, elastic.ErrRemoved) {
 		return nil
 	}
 	if err == nil {
+		if slices.Sort(steps); len(steps) > 0 {
+			fmt.Println("p99", steps[len(steps)*99/100].Nanoseconds())
+		}
 		fmt.Println("done", s.step, len(bytes.Trim(s.changing(), string(s.data[:1]))))
 		err = hvd.Shutdown(ctx)
 	}
@@ -166,14 +175,14 @@ func reportGeneration() {
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	fmt.Println("first", hvd.Size(), os.Getpid(), time.Now().UnixNano(), len(open), runtime.NumGoroutine(),
-		m.HeapAlloc)
+	fmt.Println("first", hvd.Size(), hvd.Rank(), os.Getpid(), time.Now().UnixNano(), len(open),
+		runtime.NumGoroutine(), m.HeapAlloc)
 }
 
 // begun is what a rank prints after the first step of a generation.
 type begun struct {
-	slot, size, pid, fds, goroutines, heap int
-	at                                     time.Time
+	slot, size, rank, pid, fds, goroutines, heap int
+	at                                           time.Time
 }
 
 func parseBegun(l line) (f begun, ok bool) {
@@ -183,9 +192,9 @@ func parseBegun(l line) (f begun, ok bool) {
 	}
 	f.slot = l.rank
 	var at int64
-	n, _ := fmt.Sscan(text, &f.size, &f.pid, &at, &f.fds, &f.goroutines, &f.heap)
+	n, _ := fmt.Sscan(text, &f.size, &f.rank, &f.pid, &at, &f.fds, &f.goroutines, &f.heap)
 	f.at = time.Unix(0, at)
-	return f, n == 6
+	return f, n == 7
 }
 
 // awaitBegun waits until n ranks of one generation with n ranks have trained, and returns what they have
@@ -239,15 +248,22 @@ func benchmarkFault(b *testing.B, signal unix.Signal) {
 		stops = append(stops, stop)
 	}
 	b.StopTimer()
-	slices.Sort(stops)
 	b.ReportMetric(0, "ns/op")
-	b.ReportMetric(stops[len(stops)/2].Seconds(), "s-median")
-	b.ReportMetric(stops[len(stops)-1].Seconds(), "s-slowest")
+	reportStops(b, stops, "")
+}
+
+// reportStops reports the median and the longest of stops, with suffix in the names.
+func reportStops(b *testing.B, stops []time.Duration, suffix string) {
+	b.Helper()
+	slices.Sort(stops)
+	b.ReportMetric(stops[len(stops)/2].Seconds(), "s-median"+suffix)
+	b.ReportMetric(stops[len(stops)-1].Seconds(), "s-slowest"+suffix)
 }
 
 // BenchmarkElasticLeave measures how long the ranks do not train when one of them leaves and when it is
 // replaced, as hvdrun prints it: from the end of the training in one generation to its beginning in the next
-// one. A new rank gets 100 MB of state.
+// one. A new rank gets 100 MB of state. It also measures the steps other than the first of each generation,
+// and those of a job that is not disturbed for the same time: the 99th percentile at the slowest rank.
 func BenchmarkElasticLeave(b *testing.B) {
 	const ranks = 4
 	list := filepath.Join(b.TempDir(), "hosts")
@@ -264,10 +280,15 @@ func BenchmarkElasticLeave(b *testing.B) {
 		}
 	}
 	offer(ranks)
-	j := startHvdrun(b, nil, []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--host-discovery-script", "cat " + list},
-		"elastic-steps", stateVariable+"=100000000")
+	flags := []string{"-np", strconv.Itoa(ranks), "--min-np", "2", "--host-discovery-script", "cat " + list}
+	folder := b.TempDir()
+	run := func() *job {
+		j := startHvdrun(b, nil, flags, "elastic-steps", stateVariable+"=100000000", folderVariable+"="+folder)
+		j.awaitBegun(ranks)
+		return j
+	}
+	j, began := run(), time.Now()
 	stops := make(map[int][]time.Duration) // by the number of ranks after the change
-	j.awaitBegun(ranks)
 	for i := range 2 * b.N {
 		size := ranks - 1 + i%2
 		offer(size)
@@ -281,13 +302,92 @@ func BenchmarkElasticLeave(b *testing.B) {
 			return found
 		})
 	}
-	b.StopTimer()
+	lasted := time.Since(began)
 	b.ReportMetric(0, "ns/op")
-	for size, name := range map[int]string{ranks - 1: "leave", ranks: "add"} {
-		slices.Sort(stops[size])
-		b.ReportMetric(stops[size][len(stops[size])/2].Seconds(), "s-median-"+name)
-		b.ReportMetric(stops[size][len(stops[size])-1].Seconds(), "s-slowest-"+name)
+	reportStops(b, stops[ranks-1], "-leave")
+	reportStops(b, stops[ranks], "-add")
+	b.ReportMetric(j.endSteps(b, folder), "s-p99-step")
+	j = run()
+	time.Sleep(lasted)
+	b.ReportMetric(j.endSteps(b, folder), "s-p99-undisturbed")
+}
+
+// endSteps ends a job of the program "elastic-steps", and returns the largest 99th percentile of a rank's
+// steps in seconds.
+func (j *job) endSteps(b *testing.B, folder string) (seconds float64) {
+	b.Helper()
+	end := filepath.Join(folder, "end")
+	if err := os.WriteFile(end, nil, 0o600); err != nil {
+		b.Fatal(err)
 	}
+	if status := j.wait(); status != 0 {
+		b.Fatalf("hvdrun ended with status %d, want 0", status)
+	}
+	for text := range strings.Lines(j.out()) {
+		if _, ns, ok := strings.Cut(strings.TrimSpace(text), ">:p99 "); ok {
+			n, _ := strconv.Atoi(ns)
+			seconds = max(seconds, time.Duration(n).Seconds())
+		}
+	}
+	if err := os.Remove(end); err != nil {
+		b.Fatal(err)
+	}
+	return seconds
+}
+
+// BenchmarkElasticHostLost is like BenchmarkElasticDeath for the host of rank 0, with 2 of 4 ranks and the
+// agent there.
+func BenchmarkElasticHostLost(b *testing.B) {
+	c := startCluster(b, "h1:2 h2:2", []string{"-np", "4", "--min-np", "2", "--blacklist-cooldown-range", "1,1"},
+		`exec "$0"`, "elastic-steps", stateVariable+"=100000000")
+	benchmarkHost(b, c, func(host string, pids []int) (undo func()) {
+		c.kill(append(pids, c.agentOf(pids[0]))...)
+		return func() {}
+	})
+}
+
+// BenchmarkElasticCut is like BenchmarkElasticHostLost for a cut cable. The others find that only after
+// HVD_LIVENESS_SECONDS, which is 5 s here.
+func BenchmarkElasticCut(b *testing.B) {
+	hosts := testnet.NewHosts(b, 3)
+	c := &cluster{job: startHvdrun(b, on(b, hosts[0]), []string{"-H", list(hosts[1:], layout{2, 2}, false), "--min-np",
+		"2", "--blacklist-cooldown-range", "1,1", "--agent", enterHost}, "elastic-steps", stateVariable+"=100000000",
+		"HVD_LIVENESS_SECONDS=5")}
+	benchmarkHost(b, c, func(host string, _ []int) (undo func()) {
+		i := slices.IndexFunc(hosts, func(h *testnet.Host) bool { return h.Name == host })
+		hosts[i].SetLink(false)
+		return func() { hosts[i].SetLink(true) }
+	})
+}
+
+// benchmarkHost measures how long 2 ranks on a host do not train after fault has made them lose the other
+// host, which has 2 ranks, one of which is rank 0.
+func benchmarkHost(b *testing.B, c *cluster, fault func(host string, pids []int) (undo func())) {
+	var stops []time.Duration
+	for range b.N {
+		var host string // of rank 0
+		var pids []int  // there
+		ranks := c.begun(4)
+		for at, f := range ranks {
+			if f.rank == 0 {
+				host, _, _ = strings.Cut(at, ":")
+			}
+		}
+		for at, f := range ranks {
+			if strings.HasPrefix(at, host+":") {
+				pids = append(pids, f.pid)
+			}
+		}
+		at, stop := time.Now(), time.Duration(0)
+		undo := fault(host, pids)
+		for _, f := range c.begun(2) {
+			stop = max(stop, f.at.Sub(at))
+		}
+		stops = append(stops, stop)
+		undo()
+	}
+	b.ReportMetric(0, "ns/op")
+	reportStops(b, stops, "")
 }
 
 // TestElasticFaults lets random faults happen in an elastic job, one after the other: deaths at every point

@@ -21,9 +21,10 @@ type cluster struct {
 // byAgent makes hvdrun start agents of hosts with any names on this host.
 const byAgent = "env AT={host}"
 
-// startCluster starts a job whose discovery script is the file hosts in its folder, which first offers these
-// hosts. Its processes run the shell script, in which "$0" runs the program and $folder is the folder.
-func startCluster(t testing.TB, hosts string, flags []string, script, program string, env ...string) *cluster {
+// startCluster starts a job whose discovery script is the file hosts in its folder. The script offers these
+// hosts first. Its processes run the shell script, in which "$0" runs the program and $folder is the folder.
+func startCluster(t testing.TB, hosts string, flags []string, script, program string,
+	env ...string) *cluster {
 	c := &cluster{folder: t.TempDir()}
 	self, err := os.Executable()
 	if err != nil {
@@ -60,22 +61,35 @@ func (c *cluster) trained(generation, ranks int) map[string]int {
 	c.t.Helper()
 	c.says(fmt.Sprintf("hvdrun: generation %d: %d rank", generation, ranks))
 	pids := make(map[string]int)
-	done := func() bool {
-		clear(pids)
-		for text := range strings.Lines(c.out()) {
-			label, text, _ := strings.Cut(strings.TrimSpace(text), "]<stdout>:")
-			if f, ok := parseBegun(line{text: text}); ok && f.size == ranks {
-				pids[strings.TrimPrefix(label, "[")] = f.pid
-			} else if ok {
-				clear(pids)
-			}
-		}
-		return len(pids) == ranks
-	}
-	if !done() {
-		c.until(fmt.Sprintf("generation %d of %d ranks trained", generation, ranks), func(line) bool { return done() })
+	for at, f := range c.begun(ranks) {
+		pids[at] = f.pid
 	}
 	return pids
+}
+
+// begun waits until the ranks of a generation with so many ranks have trained that is the newest one, and
+// returns what they have printed, by their slots.
+func (c *cluster) begun(ranks int) map[string]begun {
+	c.t.Helper()
+	all := make(map[string]begun)
+	done := func() bool {
+		clear(all)
+		for text := range strings.Lines(c.out()) {
+			label, text, _ := strings.Cut(strings.TrimSpace(text), "]<stdout>:")
+			f, ok := parseBegun(line{text: text})
+			if ok && (f.size != ranks || len(all) == ranks) {
+				clear(all)
+			}
+			if ok && f.size == ranks {
+				all[strings.TrimPrefix(label, "[")] = f
+			}
+		}
+		return len(all) == ranks
+	}
+	if !done() {
+		c.until(fmt.Sprintf("%d ranks trained", ranks), func(line) bool { return done() })
+	}
+	return all
 }
 
 // says waits until hvdrun has said the text.

@@ -23,7 +23,7 @@ import (
 const enterHost = "ip netns exec {host}"
 
 // on returns a command prefix, which runs the rest of the command line on host h.
-func on(t *testing.T, h *testnet.Host) []string {
+func on(t testing.TB, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 

@@ -54,6 +54,8 @@ func program(name string) int {
 		return ended(trainSteadily(ctx))
 	case "elastic-votes":
 		return ended(voteForSteps(ctx))
+	case "elastic-ahead":
+		return ended(stepAhead(ctx))
 	case "elastic-exact":
 		return ended(trainExactly(ctx))
 	case "faulty":
