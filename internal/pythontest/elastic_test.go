@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"testing"
 	"time"
 
@@ -85,6 +86,24 @@ func TestElasticTorchAhead(t *testing.T) {
 	cmd := elasticJob(t, []string{"-np", "4", "--min-np", "2"}, "ahead", t.TempDir())
 	ends(t, cmd, map[string]int{`:done 0 11\n`: 2, `hvdrun: generation 2: 3 ranks: rank 1 `: 1,
 		`hvdrun: generation 3: 2 ranks: rank 1 `: 1})
+}
+
+// BenchmarkElasticTorchVote measures the vote for a step from Python, with 2 ranks: the time, and the
+// processor time of the slower rank.
+func BenchmarkElasticTorchVote(b *testing.B) {
+	testnet.NeedTorch(b)
+	script := filepath.Join(python(b), "tests", "elastic_ranks.py")
+	cmd := launched(b, "-np", "2", "--min-np", "1", testnet.Python, script, "votes", strconv.Itoa(b.N))
+	out, err := cmd.CombinedOutput()
+	took := regexp.MustCompile(`:votes took (\d+) (\d+)\n`).FindAllStringSubmatch(string(out), -1)
+	if err != nil || len(took) != 2 {
+		b.Fatalf("hvdrun: %v\n%s", err, out)
+	}
+	for i, unit := range []string{"ns/op", "cpu-ns/op"} {
+		first, _ := strconv.Atoi(took[0][i+1])
+		second, _ := strconv.Atoi(took[1][i+1])
+		b.ReportMetric(float64(max(first, second))/float64(b.N), unit)
+	}
 }
 
 // TestElasticTorchBuilding kills a rank. The others train while the new process makes its model, which ends

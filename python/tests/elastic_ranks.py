@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 
 import torch
 
@@ -119,12 +121,20 @@ def train(kind: str, victim: str, where: str) -> None:
     make_state = {"TorchState": hvd.elastic.TorchState, "State": Own}[kind]
     state = make_state(model=model, optimizer=optimizer, step=0, least=1000, again=0, deadly=Deadly())
     resets: list[int] = []
-    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-    armed = FIRST and hvd.rank() == int(victim)
+
+    def reset() -> None:
+        # After the death these are the values of the last commit, and later the present ones.
+        assert not FIRST or state.step > 0 and (resets or state.step % 3 == 0), state.step
+        resets.append(hvd.size())
+
+    state.register_reset_callbacks([reset])
+    armed, used = FIRST and hvd.rank() == int(victim), None
 
     @hvd.elastic.run
     def run(state) -> None:
-        nonlocal armed
+        nonlocal armed, used
+        gc.collect()
+        assert used is None or used() is None, "the tensor of an operation that has failed is kept"
         say("begins at step", state.step)
         while state.again < 20:
             if armed and state.step == 10:
@@ -133,7 +143,11 @@ def train(kind: str, victim: str, where: str) -> None:
                     Deadly.armed = True
                 else:
                     threading.Timer(random.random() * 0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            tensor = torch.ones(1000)
+            used = weakref.ref(tensor)
+            handle = hvd.allreduce_async_(tensor, name="used")
             step(state)
+            hvd.synchronize(handle)
             digests = hvd.allgather_object(digest(state))
             assert digests == [digests[0]] * hvd.size(), digests
             state.least = min(state.least, hvd.size())
@@ -375,6 +389,21 @@ def leave() -> None:
     assert steps == state.step, (steps, state.step)
     assert not catches_sigterm()
     say("done after", hvd.size())
+
+
+def votes(count: str) -> None:
+    """Measures votes for steps, in time and processor time of this process."""
+    hvd.init()
+
+    @hvd.elastic.run(step=True)
+    def run(state) -> None:
+        for i in range(int(count) + 100):
+            if i == 100:
+                began, cpu = time.perf_counter_ns(), time.process_time_ns()
+            state._vote_for_step()
+        say("votes took", time.perf_counter_ns() - began, time.process_time_ns() - cpu)
+
+    run(hvd.elastic.TorchState(step=0))
 
 
 def own() -> None:
