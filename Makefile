@@ -37,7 +37,7 @@ check: readers ## everything CI runs; make -j3 overlaps the waits of the targets
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check race-all test-mpi test-new-torch test-ray wheel-twice wheel wheel-arm64 arm64 asan pytorch-image slurm kubernetes nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
+nightly: check race-all test-mpi test-new-torch test-ray wheel-twice wheel wheel-arm64 arm64 asan pytorch-image slurm kubernetes nccl-libraries gpu-check-stand-ins fuzz conformance autotune scale deaths stress test-torch2 torch-own-tests test-frameworks test-ray-train test-spark ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
@@ -118,6 +118,11 @@ deaths: ## test every death (in operations and in Init), fault, cut and ending f
 conformance: ## test every operation in every configuration against the reference; an hour
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
 	$(GO) test -tags nccl ./internal/conformance -run NCCL -v -timeout 0 -args -full
+
+.PHONY: scale
+scale: ## compare the simulation with engines in one process, and print the tables of docs/scale.md
+	$(GO) test -count 1 -run 'TestSimulation$$' -v ./internal/engine -args -simulated-ranks 256
+	$(GO) test -count 1 -run 'TestScale$$' -v -timeout 30m ./internal/simulate -args -scale
 
 .PHONY: autotune
 autotune: ## tune on 100 random surfaces of each kind

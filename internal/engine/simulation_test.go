@@ -1,0 +1,157 @@
+package engine_test
+
+import (
+	"flag"
+	"fmt"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/simulate"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+var simulatedRanks = flag.Int("simulated-ranks", 64, "the size of the job in TestSimulation (make scale)")
+
+// newsLoad counts what a simulated rank 0 counts: frames and bytes of the news and cycles on the connections
+// of rank 0, without heartbeats and clock probes, which depend on the time.
+type newsLoad struct {
+	mu                sync.Mutex
+	frames, bytes     int64
+	cpu               int64 // of the thread of rank 0's loop, in nanoseconds
+	to                []topo.Rank
+	parts, newsOfRank []message.Part
+}
+
+type newsConn struct {
+	transport.Conn
+	load *newsLoad
+	root bool // whether this is rank 0's end
+}
+
+func (c *newsConn) Send(p []byte) error {
+	c.load.count(p[8:], c.root)
+	return c.Conn.Send(p)
+}
+
+// count counts a frame. A leader may add heartbeats and probes of its ranks to a frame with news.
+func (l *newsLoad) count(frame []byte, down bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	numBytes := len(frame)
+	switch {
+	case down:
+		var used unix.Rusage
+		if unix.Getrusage(unix.RUSAGE_THREAD, &used) == nil {
+			l.cpu = used.Utime.Nano() + used.Stime.Nano()
+		}
+		if to, inner, err := message.DecodeAddressed(frame, l.to); err == nil {
+			l.to, frame = to, inner
+		}
+		if frame[0] != byte(message.DownCycle) {
+			return
+		}
+	case message.IsCombined(frame):
+		var err error
+		if l.parts, err = message.DecodeCombined(frame, l.parts); err != nil {
+			return
+		}
+		l.newsOfRank = l.newsOfRank[:0]
+		for _, p := range l.parts {
+			if p.Frame[0] == byte(message.UpNews) {
+				l.newsOfRank = append(l.newsOfRank, p)
+			}
+		}
+		if len(l.newsOfRank) == 0 {
+			return
+		}
+		numBytes = len(message.AppendCombined(nil, l.newsOfRank))
+	case frame[0] != byte(message.UpNews):
+		return
+	}
+	l.frames++
+	l.bytes += int64(numBytes + 8)
+}
+
+// A step of real engines has the frames, bytes and connections at rank 0 that the simulation has. On a busy
+// machine a leader may pass on votes that it has held for too long, so the ranks repeat the step until it had
+// no more frames than the simulation.
+func TestSimulation(t *testing.T) {
+	const perHost, tensors = 8, 8
+	ranks := *simulatedRanks
+	for _, policy := range []simulate.Policy{simulate.Star, simulate.Leaders} {
+		for _, capacity := range []int{64, 0} {
+			t.Run(fmt.Sprintf("%s/cache=%d", policy, capacity), func(t *testing.T) {
+				want, err := simulate.Run(simulate.Config{Ranks: ranks, PerHost: perHost, Policy: policy,
+					Workload: simulate.Small(tensors), Steps: 3, CacheCapacity: capacity,
+					Costs: simulate.Measured})
+				if err != nil {
+					t.Fatal(err)
+				}
+				root := want.Steps[2].Root
+				load, connections := newsLoad{}, 0
+				c := startOn(t, mem.New(ranks), ranks, func(cfg *engine.Config) {
+					cfg.CacheCapacity, cfg.LeadersAbove, cfg.Spin = capacity, 1, -1
+					cfg.LivenessTimeout = deadline // a large job starves its ranks
+					if policy == simulate.Star {
+						cfg.LeadersAbove = ranks
+					}
+					for r := range ranks {
+						cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", r/perHost))
+					}
+					me := cfg.Rank
+					if me == 0 {
+						cfg.Cores = []int{0} // so that the loop keeps its thread
+					}
+					cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
+						if me != 0 && peer != 0 {
+							return conn
+						}
+						load.mu.Lock()
+						defer load.mu.Unlock()
+						if me == 0 {
+							connections++
+						}
+						return &newsConn{conn, &load, me == 0}
+					}}
+				})
+				step := func(r int) {
+					entries := make([]*tensorqueue.Entry, tensors)
+					for i := range entries {
+						entries[i] = sum(fmt.Sprint("g", i), make([]byte, 8))
+					}
+					done := c.submit(r, entries...)
+					for range entries {
+						if err := c.wait(done); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+				}
+				var frames, bytes int64
+				for steps := 0; !t.Failed() && (steps < 2 || frames != root.FramesIn+root.FramesOut); steps++ {
+					if steps == 50 {
+						t.Errorf("got %d frames in a step, want %d", frames, root.FramesIn+root.FramesOut)
+						break
+					}
+					before := newsLoad{frames: load.frames, bytes: load.bytes, cpu: load.cpu}
+					c.each(step)
+					frames, bytes = load.frames-before.frames, load.bytes-before.bytes
+					t.Logf("%d ranks: %d frames, %d bytes, %d us of CPU at rank 0; simulated %v", ranks, frames, bytes,
+						(load.cpu-before.cpu)/1000, root)
+				}
+				if bytes != root.BytesIn+root.BytesOut || connections != want.Steps[2].Connections {
+					t.Errorf("got %d bytes in a step and %d connections, want %d and %d", bytes, connections,
+						root.BytesIn+root.BytesOut, want.Steps[2].Connections)
+				}
+				c.shutdown()
+			})
+		}
+	}
+}

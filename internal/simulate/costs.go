@@ -1,0 +1,74 @@
+package simulate
+
+import "time"
+
+// Costs has the CPU time of each kind of work, and the properties of the network.
+type Costs struct {
+	// Turn is the CPU time of a turn of the loop, Frame of receiving or sending a frame on a connection, and
+	// KiB of 1024 bytes of it.
+	Turn, Frame, KiB time.Duration
+
+	// Submit is what a member needs for a submitted tensor, GrantBit for one that was granted by its cache
+	// bit, GrantFull for one that was granted in full, and Dispatch for a grant.
+	Submit, GrantBit, GrantFull, Dispatch time.Duration
+
+	// Forward is what a leader needs for a frame of a rank, HeldVote for a vote in it and HeldAsk for a
+	// request in it.
+	Forward, HeldVote, HeldAsk time.Duration
+
+	// Part is what the coordinator needs to decode a frame, or a part of a combined frame, and PartAsk for a
+	// request in it. Step is what it needs for each rank that the part stands for, Vote for each vote of
+	// such a rank, from the frame to the grant, and Ask for each request. DecideBit and DecideFull are for a
+	// tensor that is granted, and Scan for each rank and process set about which a cycle decides.
+	Part, PartAsk, Step, Vote, Ask, DecideBit, DecideFull, Scan time.Duration
+
+	// Admit is what rank 0 needs to accept a rank that joins, and Record what a rank needs to pass on a
+	// record.
+	Admit, Record time.Duration
+
+	Operation         time.Duration // the time of a collective
+	Latency, Loopback time.Duration // of a frame between hosts and on one host
+	BytesPerSecond    float64       // of the network card of a host
+}
+
+// Measured has what was measured on 2 shared cores of an AMD EPYC, while other programs were running, with Go
+// 1.26. The benchmarks are:
+//
+//	C  go test ./internal/simulate -run '^$' -bench Costs -benchtime 10x
+//	L  go test ./internal/engine -run '^$' -bench Leaders/ranks=64 -benchtime 60x
+//	J  go test ./internal/rendezvous -run '^$' -bench Join -benchtime 3x
+//
+// C runs the state machines of this simulation, whose CPU time it measures. In the formulas below, n/T/c is the
+// CPU time of rank 0 for n ranks, T tensors and a cache of c entries, in microseconds, with a connection for
+// each rank, and l/T/c the same with leaders for 512 ranks.
+//
+// Latency, Loopback, BytesPerSecond and Operation are not measured but chosen: a data center with 25 Gbit/s.
+var Measured = Costs{
+	Turn: 2 * time.Microsecond, // C: a member at 8/1/1024 has 2 turns, 3.8
+	// L: (4171 - 1236) us / (148.4 - 28.1) frames between a star and leaders, on loopback, with decoding
+	Frame: 23 * time.Microsecond,
+	KiB:   300, // L: copying in and out of the kernel; between 200 and 400 ns
+
+	Submit: 60, GrantBit: 60, // C: a member at 512/161/1024 and 512/1/1024, (28.0 - 8.1) / 160 = 0.12 for both
+	GrantFull: 1200, // C: a member at 512/161/0 and 512/1/0, (172.9 - 9.4) / 160 = 1.0, and decoding
+	Dispatch:  1000, // C: rest of a member at 512/1/1024
+
+	Forward:  700,  // C: a leader at l/1/1024, 23 for 16 frames in and out, of which half are up
+	HeldVote: 84,   // C: a leader at l/161/1024 and l/1/1024, (130.2 - 23.1) / 160 / 8
+	HeldAsk:  1600, // C: a leader at l/161/0 and l/1/0, (2125 - 45) / 160 / 8
+
+	Part:       1200, // C: 512/1/1024 and l/1/1024, (901 - 373) / (512 - 71)
+	PartAsk:    780,  // C: 512/161/0 and l/161/0, (121208 - 56878) / 161 / 512
+	Step:       520,  // C: l/1/1024 without 71 parts, (373 - 20 - 85) / 512
+	Vote:       36,   // C: l/161/1024 and l/1/1024, (3353 - 372) / 160 / 512
+	Ask:        690,  // C: l/161/0, 56878 / 161 / 512
+	DecideBit:  350,  // C: 8/161/1024 and 8/1/1024, (80.3 - 24.0) / 160
+	DecideFull: 1500, // C: 8/161/0 and 8/1/0 without 8 requests, (1420 - 26) / 160 - 8 * 0.9
+	Scan:       20,   // controller.decide visits each rank for each set; in Step for one set
+
+	Admit:  380 * time.Microsecond, // J: half of 195.3 ms / 256 ranks, without TLS
+	Record: 9 * time.Microsecond,   // J: (83.0 ms - 64 * 2 * 0.38 ms) / 64 / 64, both rounded
+
+	Operation: 200 * time.Microsecond, Latency: 20 * time.Microsecond, Loopback: 5 * time.Microsecond,
+	BytesPerSecond: 25e9 / 8,
+}

@@ -1,0 +1,526 @@
+package simulate
+
+import (
+	"bytes"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// process is a rank. Its turns do what those of internal/engine do (events.turn in negotiation.go).
+type process struct {
+	j       *job
+	rank    topo.Rank
+	host    *host
+	member  *controller.Member
+	coord   *controller.Coordinator // at rank 0
+	forward forwarder               // at leaders
+	led     []topo.Rank             // the ranks that this rank leads, without itself
+
+	inbox    []event
+	queued   []asked // requests to submit
+	finished []*controller.Grant
+	burst    int // number of submitted parts of the step
+	left     int // number of tensors of the step that have not been granted
+	wake     time.Duration
+	busy     time.Duration // the time at which the last turn ends
+	at       time.Duration // the time in the current turn
+	load     Load
+	dead     bool // whether it was killed
+	over     bool // whether it has a verdict
+	up       message.Up
+	parts    []message.Part
+}
+
+// content is what a frame of a rank has: numbers of votes and of requests in full.
+type content struct{ votes, asks int }
+
+// forwarder passes on the frames of the ranks of a host. controller.Combiner is one.
+type forwarder interface {
+	Tick(now time.Duration)
+	Up(from topo.Rank, frame []byte)
+	Lost(r topo.Rank, reason string)
+	Down(to []topo.Rank, d *message.Down)
+	Ready() (parts []message.Part, quiet []topo.Rank)
+	Advance()
+	Fail() []topo.Rank
+	Next() time.Duration
+}
+
+// build makes the processes.
+func (j *job) build() {
+	cfg, n := &j.cfg, j.cfg.Ranks
+	sets := cfg.Workload.sets(n)
+	j.hosts = make([]host, (n+cfg.PerHost-1)/cfg.PerHost)
+	for i := range j.hosts {
+		j.hosts[i].cores = make([]time.Duration, cfg.Cores)
+	}
+	if cfg.Policy != Star {
+		for r := range n {
+			leader := r - r%cfg.PerHost
+			if leader == 0 {
+				leader = r
+			}
+			j.leaders = append(j.leaders, topo.Rank(leader))
+		}
+	}
+	// The sets of each rank.
+	own := make([][]controller.Set, n)
+	for _, s := range sets {
+		for _, r := range s.Ranks {
+			own[r] = append(own[r], s)
+		}
+	}
+	for r := range n {
+		p := &process{j: j, rank: topo.Rank(r), host: &j.hosts[r/cfg.PerHost], wake: controller.Never}
+		if r > 0 && j.leaders != nil && j.leaders[r] == p.rank && r%cfg.PerHost == 0 {
+			for l := r + 1; l < min(r+cfg.PerHost, n); l++ {
+				p.led = append(p.led, topo.Rank(l))
+			}
+		}
+		m := controller.MemberConfig{Rank: p.rank, Sets: own[r], Leader: j.upstream(p.rank),
+			LivenessTimeout: cfg.Liveness, Keeps: len(p.led) > 0}
+		if len(p.led) > 0 {
+			ranks := append([]topo.Rank{p.rank}, p.led...)
+			if cfg.Policy == Leaders {
+				m.Combiner = controller.NewCombiner(ranks, sets, 0)
+				p.forward = m.Combiner
+			} else {
+				p.forward = newRelay(ranks, cfg.RelayHold)
+			}
+		}
+		p.member = controller.NewMember(m, 0)
+		j.all = append(j.all, p)
+	}
+	j.all[0].coord = controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: sets, CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: 128 << 20,
+		LivenessTimeout: cfg.Liveness, StallWarning: time.Minute, Leaders: j.leaders,
+		Plan: func([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Backend,
+			message.Algorithm, error,
+		) {
+			return message.TCP, message.Ring, nil
+		},
+	}, 0)
+}
+
+// upstream returns the rank to which rank r sends its frames.
+func (j *job) upstream(r topo.Rank) topo.Rank {
+	if j.leaders == nil || j.leaders[r] == r {
+		return 0
+	}
+	return j.leaders[r]
+}
+
+// wakeAt makes a turn begin at the given time at the latest.
+func (p *process) wakeAt(at time.Duration) {
+	if at < p.wake {
+		p.wake = at
+		p.j.post(event{at: at, to: p, kind: wake})
+	}
+}
+
+// spend adds CPU time to the current turn.
+func (p *process) spend(d time.Duration, times int) {
+	p.at += d * time.Duration(times)
+}
+
+// turn is a turn of the loop, at the time j.now.
+func (p *process) turn() {
+	c := &p.j.cfg.Costs
+	now := p.j.now
+	p.at = now
+	p.spend(c.Turn, 1)
+	var begun time.Duration
+	if p.j.cfg.CPU != nil {
+		begun = p.j.cfg.CPU()
+	}
+	p.member.Tick(now)
+	if p.forward != nil {
+		p.forward.Tick(now)
+	}
+	if p.coord != nil {
+		p.coord.Tick(now)
+	}
+	for _, g := range p.finished {
+		p.member.Finished(g)
+	}
+	p.finished = p.finished[:0]
+	for _, q := range p.queued {
+		p.spend(c.Submit, 1)
+		if err := p.member.Submit(q.set, q.request); err != nil {
+			p.j.fail("rank %d: %w", p.rank, err)
+		}
+	}
+	p.queued = p.queued[:0]
+	p.memberReady()
+	inbox := p.inbox
+	p.inbox = nil
+	for _, e := range inbox {
+		p.receive(e)
+	}
+	p.inbox = inbox[:0]
+	p.member.Expire()
+	if p.coord != nil {
+		p.coord.Expire()
+	}
+	for again := true; again; {
+		if p.coord != nil {
+			p.coordinatorReady()
+		}
+		again = p.memberReady() && p.coord != nil
+	}
+	if p.forward != nil {
+		p.forwardReady()
+	}
+	p.load.Turns++
+	if p.j.cfg.CPU != nil {
+		p.load.Real += p.j.cfg.CPU() - begun
+	}
+	p.load.CPU += p.at - now
+	p.busy = p.at
+	if len(p.host.cores) > 0 {
+		p.host.cores[p.host.freeCore()] = p.at
+	}
+	if v := p.member.Verdict(); v != nil && !p.over {
+		p.over = true
+		p.j.verdicts++
+		p.j.result.Verdict = max(p.j.result.Verdict, p.at-p.j.killed)
+		p.j.result.Blamed = v.Ranks
+		if p.j.killed == 0 {
+			p.j.fail("rank %d: %w", p.rank, v)
+		}
+	}
+	next := p.member.Next()
+	if p.coord != nil {
+		next = min(next, p.coord.Next())
+	}
+	if p.forward != nil {
+		next = min(next, p.forward.Next())
+	}
+	if next != controller.Never {
+		p.wakeAt(max(next, p.busy))
+	}
+}
+
+// memberReady sends the frames of the member and starts its grants. It reports whether it has sent a frame.
+func (p *process) memberReady() (sent bool) {
+	if !p.member.HasOutput() {
+		return false
+	}
+	r := p.member.Ready()
+	for _, up := range r.Ups {
+		frame, err := message.AppendUp(nil, up)
+		if err != nil {
+			p.j.fail("rank %d: %w", p.rank, err)
+			return false
+		}
+		sent = true
+		switch {
+		case p.coord != nil:
+			p.coordinatorStep(p.rank, frame)
+		case p.forward != nil:
+			p.forwardUp(p.rank, frame, count(up))
+		default:
+			p.send(p.j.upstream(p.rank), frame, count(up))
+		}
+	}
+	for _, g := range r.Grants {
+		p.run(g)
+	}
+	p.member.Advance()
+	return sent
+}
+
+// run starts an operation. It ends at all members when the last of them has received the grant and the time of
+// the transfer has passed.
+func (p *process) run(g *controller.Grant) {
+	p.spend(p.j.cfg.Costs.Dispatch, 1)
+	p.left -= len(g.Responses)
+	p.j.lastGrant = max(p.j.lastGrant, p.at)
+	if p.rank == 0 {
+		p.j.grants++
+	}
+	if p.left == 0 {
+		p.j.waiting--
+	}
+	key := operation{g.Set, g.Number}
+	o := p.j.operations[key]
+	if o == nil {
+		o = new(running)
+		p.j.operations[key] = o
+	}
+	o.members, o.grants = append(o.members, p), append(o.grants, g)
+	if len(o.members) < p.j.cfg.Workload.members(g.Set, p.j.cfg.Ranks) {
+		return
+	}
+	delete(p.j.operations, key)
+	for i, m := range o.members {
+		m.finished = append(m.finished, o.grants[i])
+		m.wakeAt(p.at + p.j.cfg.Costs.Operation)
+	}
+}
+
+// receive handles a frame or the end of a connection.
+func (p *process) receive(e event) {
+	c := &p.j.cfg.Costs
+	led := p.forward != nil && e.from != 0
+	if e.frame == nil {
+		const why = "its control connection ended"
+		switch {
+		case led:
+			p.forward.Lost(e.from, why)
+		case p.coord != nil:
+			p.coord.Lost(e.from, why)
+		default:
+			p.member.Lost(why)
+		}
+		return
+	}
+	p.load.FramesIn++
+	p.load.BytesIn += int64(len(e.frame) + headerBytes)
+	p.spend(c.Frame, 1)
+	p.spend(c.KiB*time.Duration(len(e.frame))/1024, 1)
+	switch {
+	case led:
+		p.forwardUp(e.from, e.frame, e.has)
+	case p.forward != nil:
+		p.distribute(e.frame)
+	case p.coord != nil && message.IsCombined(e.frame):
+		p.combinedStep(e.from, e.frame)
+	case p.coord != nil:
+		p.coordinatorStep(e.from, e.frame)
+	default:
+		p.memberStep(e.frame)
+	}
+}
+
+// headerBytes is the length of the header of a frame on a control connection.
+const headerBytes = 8
+
+// forwardUp passes a frame of a rank of this host to the forwarder.
+func (p *process) forwardUp(from topo.Rank, frame []byte, has content) {
+	c := &p.j.cfg.Costs
+	p.spend(c.Forward, 1)
+	if p.j.cfg.Policy == Leaders {
+		p.spend(c.HeldVote, has.votes)
+		p.spend(c.HeldAsk, has.asks)
+	}
+	p.forward.Up(from, frame)
+}
+
+// count returns what a frame has.
+func count(u *message.Up) (has content) {
+	for i := range u.Sets {
+		for bit, ok := u.Sets[i].Hits.Next(0); ok; bit, ok = u.Sets[i].Hits.Next(bit + 1) {
+			has.votes++
+		}
+		has.asks += len(u.Sets[i].Requests)
+	}
+	return has
+}
+
+// forwardReady sends the frames of the forwarder.
+func (p *process) forwardReady() {
+	parts, quiet := p.forward.Ready()
+	if len(parts) > 0 {
+		p.send(0, message.AppendCombined(nil, parts), content{})
+	}
+	p.forward.Advance()
+	if len(quiet) > 0 {
+		p.sendDown(quiet, &message.Down{Type: message.DownHeartbeat})
+	}
+	if v := p.member.Verdict(); v != nil {
+		if to := p.forward.Fail(); len(to) > 0 {
+			p.sendDown(to, &message.Down{Type: message.DownFail, Ranks: v.Ranks, Reason: v.Reason})
+		}
+	}
+}
+
+func (p *process) sendDown(to []topo.Rank, d *message.Down) {
+	frame, err := message.AppendDown(nil, d)
+	if err != nil {
+		p.j.fail("rank %d: %w", p.rank, err)
+	}
+	for _, r := range to {
+		p.send(r, frame, content{})
+	}
+}
+
+// distribute passes on a frame from rank 0.
+func (p *process) distribute(frame []byte) {
+	to, frame, err := message.DecodeAddressed(frame, nil)
+	if err != nil {
+		p.j.fail("leader %d: %w", p.rank, err)
+		return
+	}
+	d := p.decode(frame)
+	p.forward.Down(to, d)
+	for _, r := range to {
+		if r != p.rank {
+			p.send(r, frame, content{})
+		}
+	}
+	if slices.Contains(to, p.rank) {
+		p.apply(d)
+	}
+}
+
+// decode decodes a frame from rank 0, unless it is equal to the last one.
+func (p *process) decode(frame []byte) *message.Down {
+	last := &p.j.decoded
+	if last.down == nil || !bytes.Equal(last.frame, frame) {
+		last.frame, last.down = frame, new(message.Down)
+		if err := message.DecodeDown(frame, last.down); err != nil {
+			p.j.fail("rank %d: %w", p.rank, err)
+		}
+	}
+	return last.down
+}
+
+func (p *process) memberStep(frame []byte) { p.apply(p.decode(frame)) }
+
+// apply applies a frame from rank 0 to the member.
+func (p *process) apply(d *message.Down) {
+	c := &p.j.cfg.Costs
+	for i := range d.Sets {
+		for _, g := range d.Sets[i].Grants {
+			p.spend(c.GrantBit, len(g.Bits))
+			p.spend(c.GrantFull, len(g.Full))
+		}
+	}
+	if err := p.member.Step(d); err != nil {
+		p.j.fail("rank %d: %w", p.rank, err)
+	}
+}
+
+// coordinatorStep applies a frame of a rank.
+func (p *process) coordinatorStep(from topo.Rank, frame []byte) {
+	if err := message.DecodeUp(frame, &p.up); err != nil {
+		p.j.fail("rank %d: %w", from, err)
+		return
+	}
+	p.coordinated(1)
+	p.coord.Step(from, &p.up)
+}
+
+// coordinated spends the CPU time for a frame that stands for those of several ranks.
+func (p *process) coordinated(ranks int) {
+	c := &p.j.cfg.Costs
+	has := count(&p.up)
+	p.spend(c.Part, 1)
+	p.spend(c.PartAsk, has.asks)
+	p.spend(c.Step, ranks)
+	p.spend(c.Vote, ranks*has.votes)
+	p.spend(c.Ask, ranks*has.asks)
+}
+
+// combinedStep applies a frame of a leader.
+func (p *process) combinedStep(leader topo.Rank, frame []byte) {
+	var err error
+	if p.parts, err = message.DecodeCombined(frame, p.parts); err != nil {
+		p.j.fail("leader %d: %w", leader, err)
+		return
+	}
+	for i := range p.parts {
+		part := &p.parts[i]
+		if err := message.DecodeUp(part.Frame, &p.up); err != nil {
+			p.j.fail("leader %d: %w", leader, err)
+			return
+		}
+		p.coordinated(len(part.Ranks))
+		p.coord.Relay(leader, part.Ranks, part.Held, &p.up)
+	}
+}
+
+// coordinatorReady sends the decisions of the coordinator, to this rank last.
+func (p *process) coordinatorReady() {
+	c := &p.j.cfg.Costs
+	decided := 0
+	for _, o := range p.coord.Ready() {
+		decided += len(o.Down.Sets)
+		frame, err := message.AppendDown(nil, o.Down)
+		if err != nil {
+			p.j.fail("rank 0: %w", err)
+			return
+		}
+		for i := range o.Down.Sets {
+			for _, g := range o.Down.Sets[i].Grants {
+				p.spend(c.DecideBit, len(g.Bits))
+				p.spend(c.DecideFull, len(g.Full))
+			}
+		}
+		for i := 0; i < len(o.To); {
+			first := o.To[i]
+			last := i + 1
+			if p.j.leaders != nil && first != 0 {
+				for last < len(o.To) && p.j.leaders[o.To[last]] == p.j.leaders[first] {
+					last++
+				}
+			}
+			switch {
+			case first == 0:
+			case p.j.leads(first):
+				p.send(p.j.leaders[first], message.AppendAddressed(nil, o.To[i:last], frame), content{})
+			default:
+				p.send(first, frame, content{})
+			}
+			i = last
+		}
+		if slices.Contains(o.To, 0) {
+			p.memberStep(frame)
+		}
+	}
+	if decided > 1 {
+		p.spend(c.Scan, decided*p.j.cfg.Ranks)
+	}
+	p.coord.Advance()
+}
+
+// leads reports whether the frames of rank r pass through a leader.
+func (j *job) leads(r topo.Rank) bool { return j.leaders != nil && j.all[j.leaders[r]].forward != nil }
+
+// send sends a frame. The time of the turn goes on, and the frame arrives after that.
+func (p *process) send(to topo.Rank, frame []byte, has content) {
+	j, c := p.j, &p.j.cfg.Costs
+	numBytes := len(frame) + headerBytes
+	p.load.FramesOut++
+	p.load.BytesOut += int64(numBytes)
+	p.spend(c.Frame, 1)
+	p.spend(c.KiB*time.Duration(len(frame))/1024, 1)
+	q := j.all[to]
+	if q.dead {
+		return
+	}
+	at := p.at
+	if p.host != q.host {
+		took := time.Duration(float64(numBytes) / c.BytesPerSecond * 1e9)
+		p.host.out = max(p.host.out, at) + took
+		q.host.in = max(q.host.in, p.host.out+j.latency(p, q)-took) + took
+		at = q.host.in
+	} else {
+		at += j.latency(p, q)
+	}
+	j.post(event{at: at, to: q, kind: deliver, from: p.rank, frame: frame, has: has})
+}
+
+func (j *job) latency(p, q *process) time.Duration {
+	if p.host == q.host {
+		return j.cfg.Costs.Loopback
+	}
+	return j.cfg.Costs.Latency
+}
+
+func (j *job) fail(format string, args ...any) {
+	if j.err == nil {
+		j.err = fmt.Errorf("simulate: step %d, %v: "+format, append([]any{j.step, j.now}, args...)...)
+	}
+}
+
+func (j *job) stuck() error {
+	return fmt.Errorf("simulate: step %d, %v: no rank has anything to do, and %d of %d ranks have not finished",
+		j.step, j.now, j.waiting, len(j.all))
+}

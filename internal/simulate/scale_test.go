@@ -1,0 +1,164 @@
+package simulate
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"runtime"
+	"runtime/debug"
+	"testing"
+	"text/tabwriter"
+	"time"
+)
+
+var (
+	scale    = flag.Bool("scale", false, "print the table of docs/scale.md (make scale)")
+	maxRanks = flag.Int("ranks", 16384, "leave out larger jobs from the table")
+)
+
+// TestScale prints the tables of docs/scale.md. Everything but the memory is computed from the seed.
+func TestScale(t *testing.T) {
+	if !*scale {
+		t.Skip("make scale prints the table")
+	}
+	debug.SetGCPercent(300)
+	debug.SetMemoryLimit(12 << 30)
+	var out bytes.Buffer
+	w := tabwriter.NewWriter(&out, 0, 0, 1, ' ', 0)
+	row := func(format string, args ...any) { fmt.Fprintf(w, "|\t"+format+"\t|\n", args...) }
+	flush := func() {
+		w.Flush()
+		fmt.Println(out.String())
+		out.Reset()
+	}
+	sizes := slicesUpTo(64, 256, 1024, 4096, 16384)
+	type variant struct {
+		policy Policy
+		hold   time.Duration
+	}
+	leaders := variant{policy: Leaders}
+	every := []variant{{policy: Star}, leaders, {Relay, 50 * time.Microsecond}, {Relay, time.Millisecond}}
+	steps := func(workload *Workload, bursts int, variants ...variant) {
+		row("workload\t|\tranks\t|\tpolicy\t|\tstep\t|\tconnections of rank 0\t|\tframes\t|\tKiB\t|\tCPU of rank 0\t|\tof a leader\t|\tof a member\t|\tlatency")
+		row("---\t|\t---:\t|\t---\t|\t---\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:")
+		for _, ranks := range sizes {
+			for _, v := range variants {
+				p, name := v.policy, string(v.policy)
+				if v.hold > 0 {
+					name += " " + short(v.hold)
+				}
+				if ranks > 1024 && (p == Star || p == Relay && bursts > 1) {
+					continue // it takes too long
+				}
+				r := mustRun(t, Config{Ranks: ranks, Policy: p, Workload: workload, Steps: 2, Bursts: bursts,
+					Backward: 100 * time.Millisecond, Jitter: 0.02, Seed: 1, RelayHold: v.hold})
+				for i, s := range r.Steps {
+					row("%s\t|\t%d\t|\t%s\t|\t%s\t|\t%d\t|\t%d\t|\t%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s", workload.Name, ranks, name,
+						[]string{"uncached", "cached"}[i], s.Connections, s.Root.FramesIn+s.Root.FramesOut,
+						(s.Root.BytesIn+s.Root.BytesOut)>>10, short(s.Root.CPU), short(s.Leader.CPU),
+						short(s.Member.CPU), short(s.Latency))
+				}
+				runtime.GC()
+			}
+		}
+		flush()
+	}
+	steps(Small(1), 1, every...)
+	sizes = slicesUpTo(64, 1024, 16384)
+	steps(shapes(t, "resnet50"), 10, every...)
+	sizes = slicesUpTo(64, 1024)
+	steps(shapes(t, "gpt2"), 10, leaders)
+	sizes = slicesUpTo(64, 1024)
+	steps(Sharded(8, 32), 8, leaders)
+
+	row("ranks\t|\tfault\t|\tverdict at all ranks")
+	row("---:\t|\t---\t|\t---:")
+	for _, ranks := range slicesUpTo(64, 1024, 16384) {
+		for _, f := range []Fault{{Rank: 20}, {Rank: 16}, {Rank: 16, Host: true}} {
+			r := mustRun(t, Config{Ranks: ranks, Policy: Leaders, Workload: Small(8), Steps: 2, Fault: f})
+			row("%d\t|\t%s\t|\t%s", ranks, map[Fault]string{{Rank: 20}: "a rank is killed", {Rank: 16}: "a leader is killed",
+				{Rank: 16, Host: true}: "the host of a leader vanishes"}[f], short(r.Verdict))
+		}
+	}
+	flush()
+
+	row("ranks\t|\tjoin\t|\tcheck-in\t|\tgather\t|\tready\t|\tCPU of rank 0\t|\tconnections of rank 0\t|\tMiB at rank 0\t|\tMiB at others\t|\tbytes of a record\t|\tre-formed without a host: join and first cycle")
+	row("---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:")
+	for _, ranks := range slicesUpTo(256, 1024, 4096, 16384) {
+		j, again := Join(ranks, 8, 0, &Measured), Join(ranks-8, 8, 0, &Measured)
+		r := mustRun(t, Config{Ranks: ranks - 8, Policy: Leaders, Workload: Small(8), Steps: 1})
+		row("%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%d\t|\t%.1f\t|\t%.1f\t|\t%d\t|\t%s", ranks, short(j.Time()), short(j.CheckIn), short(j.Gather),
+			short(j.Ready), short(j.RootCPU), j.Connections, float64(j.RootBytes)/(1<<20), float64(j.MemberBytes)/(1<<20),
+			j.RecordBytes, short(again.Time()+r.Steps[0].Latency))
+	}
+	flush()
+
+	fmt.Println("Memory of the state machines, measured:")
+	row("workload\t|\tranks\t|\tcoordinator\t|\tleader\t|\tmember")
+	row("---\t|\t---:\t|\t---:\t|\t---:\t|\t---:")
+	for _, ranks := range slicesUpTo(64, 1024, 4096) {
+		for _, workload := range []*Workload{Small(1), shapes(t, "resnet50")} {
+			c, l, m := memory(t, ranks, workload)
+			row("%s\t|\t%d\t|\t%d KiB\t|\t%d KiB\t|\t%d KiB", workload.Name, ranks, c>>10, l>>10, m>>10)
+		}
+	}
+	flush()
+}
+
+func slicesUpTo(sizes ...int) (kept []int) {
+	for _, n := range sizes {
+		if n <= *maxRanks {
+			kept = append(kept, n)
+		}
+	}
+	return kept
+}
+
+func short(d time.Duration) string {
+	switch {
+	case d < time.Millisecond:
+		return fmt.Sprintf("%d us", d.Microseconds())
+	case d < time.Second:
+		return fmt.Sprintf("%.1f ms", d.Seconds()*1e3)
+	}
+	return fmt.Sprintf("%.2f s", d.Seconds())
+}
+
+// memory returns the memory of each role after two steps. Members share the responses of cached tensors in
+// the simulation, so the result has their part of them.
+func memory(t *testing.T, ranks int, w *Workload) (coordinator, leader, member uint64) {
+	j, err := run(Config{Ranks: ranks, PerHost: 8, Policy: Leaders, Workload: w, Steps: 2,
+		CacheCapacity: 1024, Costs: Measured})
+	if err != nil {
+		t.Fatal(err)
+	}
+	heap := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	j.queue, j.operations, j.loads = nil, nil, nil
+	for _, p := range j.all {
+		p.inbox, p.queued, p.parts = nil, nil, nil
+	}
+	before := heap()
+	j.all[0].coord = nil
+	after := heap()
+	coordinator, before = before-after, after
+	members := uint64(len(j.all))
+	for _, p := range j.all {
+		p.member = nil
+	}
+	after = heap() // a combiner is referred to by its process too
+	member, before = (before-after)/members, after
+	leaders := uint64(0)
+	for _, p := range j.all {
+		if p.forward != nil {
+			leaders++
+			p.forward = nil
+		}
+	}
+	return coordinator, (before - heap()) / max(leaders, 1), member
+}

@@ -1,0 +1,84 @@
+package simulate
+
+import (
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// shapes reads a list of parameters of hvdbench.
+func shapes(t *testing.T, name string) *Workload {
+	f, err := os.Open("../../cmd/hvdbench/shapes/" + name + ".txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	w, err := ReadWorkload(name, f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+func mustRun(t *testing.T, cfg Config) *Result {
+	t.Helper()
+	cfg.PerHost, cfg.Costs = 8, Measured
+	if cfg.CacheCapacity == 0 {
+		cfg.CacheCapacity = 1024
+	}
+	r, err := Run(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// The same seed gives the same frames at the same times, and another seed gives others.
+func TestSeed(t *testing.T) {
+	for _, policy := range []Policy{Star, Leaders, Relay} {
+		digest := func(seed uint64) uint64 {
+			return mustRun(t, Config{Ranks: 64, Policy: policy, Workload: Small(40), Steps: 3, Bursts: 5,
+				Backward: 10 * time.Millisecond, Jitter: 0.1, Seed: seed}).Digest
+		}
+		if a, b, c := digest(1), digest(1), digest(2); a != b || a == c {
+			t.Errorf("%s: seeds 1, 1 and 2 give the digests %x, %x and %x", policy, a, b, c)
+		}
+	}
+}
+
+// Every rank gets a verdict, which names the rank that was killed, or the leader of a host that vanished.
+func TestFaults(t *testing.T) {
+	for _, policy := range []Policy{Star, Leaders, Relay} {
+		for _, c := range []struct {
+			fault Fault
+			want  []topo.Rank
+			most  time.Duration
+		}{
+			{Fault{Rank: 20}, []topo.Rank{20}, 10 * time.Millisecond},
+			{Fault{Rank: 16}, []topo.Rank{16}, 10 * time.Millisecond},
+			{Fault{Rank: 16, Host: true}, []topo.Rank{16}, 12 * time.Second},
+		} {
+			r := mustRun(t, Config{Ranks: 64, Policy: policy, Workload: Small(4), Steps: 2, Fault: c.fault})
+			if !slices.Contains(r.Blamed, c.want[0]) || r.Verdict <= 0 || r.Verdict > c.most {
+				t.Errorf("%s: %+v: the verdict names %v after %v, want %v after at most %v", policy, c.fault,
+					r.Blamed, r.Verdict, c.want, c.most)
+			}
+		}
+	}
+}
+
+// A straggler delays the step by its lateness, and process sets of shards are negotiated by their members.
+func TestWorkloads(t *testing.T) {
+	r := mustRun(t, Config{Ranks: 64, Policy: Leaders, Workload: Small(4), Steps: 2, Straggler: 9,
+		Late: time.Second})
+	if s := r.Steps[1]; s.Latency <= 0 || s.Latency > 100*time.Millisecond {
+		t.Errorf("the last grant comes %v after the straggler's last submission", s.Latency)
+	}
+	r = mustRun(t, Config{Ranks: 64, Policy: Leaders, Workload: Sharded(4, 16), Steps: 2})
+	if s := r.Steps[1]; s.Grants < 3 {
+		t.Errorf("got %d grants at rank 0, want at least those of its two sets", s.Grants)
+	}
+}
