@@ -12,13 +12,13 @@ import (
 
 // agree makes the response to the requests of the members of a set. The slice requests has an element for
 // each member, in the order of the set. If a member takes part without making a request, because it has
-// joined or has shut down, its element has the kind NoKind. At least one member has made a request.
+// joined or has shut down, its element is nil. At least one member has made a request.
 //
 // The response is an Error if the requests contradict each other, or if the operation cannot run without the
 // members that made no request. The text of the Error says which rank sent what. If there are several
 // contradictions, the text names the first in the order of Horovod's checks. Unlike Horovod, agree compares
 // the operations before the element types, because a barrier has no element type.
-func agree(set *Set, requests []message.Request, joined *joinState) *message.Response {
+func agree(set *Set, requests []*message.Request, joined *joinState) *message.Response {
 	first := firstOf(requests)
 	r := &message.Response{
 		Kind: first.Kind, Name: first.Name, DType: first.DType, Shape: first.Shape,
@@ -39,7 +39,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	if text == "" && first.Kind == message.Allgather {
 		r.FirstDims = make([]int64, len(requests))
 		for i := range requests {
-			if requests[i].Kind != message.NoKind {
+			if requests[i] != nil {
 				r.FirstDims[i] = requests[i].Shape[0]
 			}
 		}
@@ -51,9 +51,9 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	if first.Kind.MovesData() && first.Device != tensor.Host {
 		r.Devices = make([]tensor.Device, len(requests))
 		for i := range requests {
-			r.Devices[i] = requests[i].Device
-			if requests[i].Kind == message.NoKind {
-				r.Devices[i] = joined.devices[i]
+			r.Devices[i] = joined.devices[i]
+			if requests[i] != nil {
+				r.Devices[i] = requests[i].Device
 			}
 		}
 	}
@@ -64,10 +64,10 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 }
 
 // firstOf returns the first request in the order of the members.
-func firstOf(requests []message.Request) *message.Request {
-	for i := range requests {
-		if requests[i].Kind != message.NoKind {
-			return &requests[i]
+func firstOf(requests []*message.Request) *message.Request {
+	for _, q := range requests {
+		if q != nil {
+			return q
 		}
 	}
 	return nil
@@ -76,7 +76,7 @@ func firstOf(requests []message.Request) *message.Request {
 // requestSet holds the requests of all members for one name, so that they can be compared.
 type requestSet struct {
 	set      *Set
-	requests []message.Request
+	requests []*message.Request
 	joined   *joinState
 	first    *message.Request
 }
@@ -88,7 +88,7 @@ func (v *requestSet) errorText(format string, args ...any) string {
 // differ reports whether same returns false for any request.
 func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 	for i := range v.requests {
-		if q := &v.requests[i]; q.Kind != message.NoKind && !same(q) {
+		if q := v.requests[i]; q != nil && !same(q) {
 			return true
 		}
 	}
@@ -177,7 +177,7 @@ func (v *requestSet) parts() string {
 	}
 	differs := -1
 	for i := range v.requests {
-		if q := &v.requests[i]; q.Kind != message.NoKind {
+		if q := v.requests[i]; q != nil {
 			if d := v.first.Parts.Difference(q.Parts); d >= 0 && (differs < 0 || d < differs) {
 				differs = d
 			}
@@ -285,14 +285,14 @@ func (v *requestSet) roots() string {
 	case root < 0:
 		return v.errorText("root rank %d is not in the process set of %s", v.first.Root,
 			topo.FormatRanks(v.set.Ranks))
-	case v.requests[root].Kind == message.NoKind:
+	case v.requests[root] == nil:
 		return v.errorText("root rank %d has joined", v.first.Root)
 	}
 	return ""
 }
 
 // root returns the root's request. The method roots must have checked the root.
-func (v *requestSet) root() *message.Request { return &v.requests[v.set.index(v.first.Root)] }
+func (v *requestSet) root() *message.Request { return v.requests[v.set.index(v.first.Root)] }
 
 func (v *requestSet) scalarRoot() string {
 	if len(v.root().Shape) > 0 {
@@ -333,7 +333,7 @@ func (v *requestSet) absence() string {
 	for m := range v.requests {
 		left := v.first.Kind == message.RemoveProcessSet && !v.joined.has(m)
 		needed := changesSets(v.first.Kind) || !v.joined.empty[m]
-		if v.requests[m].Kind == message.NoKind && !left && needed {
+		if v.requests[m] == nil && !left && needed {
 			refuse = append(refuse, v.set.Ranks[m])
 		}
 	}
@@ -359,10 +359,10 @@ func (v *requestSet) valuesByRank(verb string, format func(*message.Request) str
 	var groups []group
 next:
 	for i := range v.requests {
-		if v.requests[i].Kind == message.NoKind {
+		if v.requests[i] == nil {
 			continue
 		}
-		value := format(&v.requests[i])
+		value := format(v.requests[i])
 		for g := range groups {
 			if groups[g].value == value {
 				groups[g].ranks = append(groups[g].ranks, v.set.Ranks[i])

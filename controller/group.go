@@ -15,18 +15,19 @@ type groupKey struct {
 
 // groupOf returns the group of a tensor. It is the group in the request of the first member that has made
 // one. If the request of another member names a different group, the tensor fails.
-func groupOf(requests []message.Request) groupKey {
+func groupOf(requests []*message.Request) groupKey {
 	q := firstOf(requests)
 	return groupKey{q.Group, q.GroupSize}
 }
 
 // otherGroups returns the groups that the requests for a tensor name, without the group that groupOf returns.
-func otherGroups(requests []message.Request) (keys []groupKey) {
+func otherGroups(requests []*message.Request) (keys []groupKey) {
 	first := groupOf(requests)
-	for i := range requests {
-		q := &requests[i]
-		key := groupKey{q.Group, q.GroupSize}
-		if q.Kind != message.NoKind && q.Group != "" && key != first && !slices.Contains(keys, key) {
+	for _, q := range requests {
+		if q == nil || q.Group == "" {
+			continue
+		}
+		if key := (groupKey{q.Group, q.GroupSize}); key != first && !slices.Contains(keys, key) {
 			keys = append(keys, key)
 		}
 	}

@@ -155,7 +155,7 @@ func (t *setTable) found(row *tableRow) {
 	}
 	// A rank that has joined may be named and have requested nothing. Then the answer is an error.
 	asked := slices.DeleteFunc(slices.Clone(named.Ranks), func(m topo.Rank) bool {
-		return row.requests[m].Kind == message.NoKind
+		return row.requests[m] == nil
 	})
 	s := t.insert(asked)
 	s.byMembers = true

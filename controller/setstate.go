@@ -55,8 +55,11 @@ type setState struct {
 
 type tableRow struct {
 	wait
-	requests []message.Request // by member; the Kind is NoKind for a member without a request
-	arrivals []time.Duration   // by member; nil unless tracing is on
+	// requests are by member, nil for a member without a request. Members whose requests are equal share one,
+	// so that the row of a large job is small. latest is the latest request.
+	requests []*message.Request
+	latest   *message.Request
+	arrivals []time.Duration // by member; nil unless tracing is on
 	count    int
 	// named are the ranks that must make the request if it is for a process set that only its members add:
 	// all ranks that the requests so far have named. It is nil if all members must make the request.
@@ -203,7 +206,7 @@ func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
 		row = &tableRow{wait: s.waits.begin(s.Ranks[member]),
-			requests: make([]message.Request, len(s.Ranks))}
+			requests: make([]*message.Request, len(s.Ranks))}
 		if q.MembersOnly {
 			row.named = make(message.Bits, 0, 1)
 		}
@@ -213,11 +216,15 @@ func (s *setState) addRequest(member int, q message.Request) error {
 		s.waits.arrived(s.Ranks[member], &row.wait)
 	}
 	row.name(&q)
-	if row.requests[member].Kind != message.NoKind {
+	if row.requests[member] != nil {
 		return fmt.Errorf("got a second request for %v %q while the first is pending", q.Kind,
 			q.Name)
 	}
-	row.requests[member] = q
+	if row.latest == nil || !row.latest.Equal(&q) {
+		own := q // here, so that q is not on the heap otherwise
+		row.latest = &own
+	}
+	row.requests[member] = row.latest
 	row.count++
 	s.arrive(&row.arrivals, member)
 	if s.rowComplete(row) {
@@ -247,7 +254,7 @@ func (s *setState) needs(row *tableRow, member int) bool {
 	case row.named != nil:
 		return row.named.Has(uint32(member))
 	case row.removal:
-		return row.requests[member].Kind != message.NoKind || s.joined.has(member) ||
+		return row.requests[member] != nil || s.joined.has(member) ||
 			!s.leaving(s.Ranks[member])
 	}
 	return true
@@ -260,7 +267,7 @@ func (s *setState) rowComplete(row *tableRow) bool {
 		return len(s.rowMissing(row)) == 0
 	}
 	return row.count+s.joined.without(func(m int) bool {
-		return row.requests[m].Kind != message.NoKind
+		return row.requests[m] != nil
 	}) == len(s.Ranks)
 }
 
@@ -312,21 +319,22 @@ func (s *setState) completeBit(bit uint32) {
 }
 
 // votesInFull returns, by member, the full requests that correspond to the votes for bit.
-func (s *setState) votesInFull(bit uint32) []message.Request {
-	requests := make([]message.Request, len(s.Ranks))
+func (s *setState) votesInFull(bit uint32) []*message.Request {
+	requests := make([]*message.Request, len(s.Ranks))
 	for m := range requests {
 		if s.cache.Voted(m, bit) {
-			requests[m] = s.cache.At(bit).Request(m)
+			q := s.cache.At(bit).Request(m)
+			requests[m] = &q
 		}
 	}
 	return requests
 }
 
 // absent returns the ranks of the members that made no request.
-func (s *setState) absent(requests []message.Request) []topo.Rank {
+func (s *setState) absent(requests []*message.Request) []topo.Rank {
 	var ranks []topo.Rank
 	for m := range requests {
-		if requests[m].Kind == message.NoKind {
+		if requests[m] == nil {
 			ranks = append(ranks, s.Ranks[m])
 		}
 	}

@@ -313,7 +313,7 @@ func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 &
 
 func (s *setState) rowMissing(row *tableRow) []topo.Rank {
 	return s.missing(func(m int) bool {
-		return row.requests[m].Kind != message.NoKind || !s.needs(row, m)
+		return row.requests[m] != nil || !s.needs(row, m)
 	})
 }
 
