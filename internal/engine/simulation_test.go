@@ -109,7 +109,9 @@ func TestSimulation(t *testing.T) {
 					if me == 0 {
 						cfg.Cores = []int{0} // so that the loop keeps its thread
 					}
-					cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
+					cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn,
+						peer topo.Rank,
+					) transport.Conn {
 						if me != 0 && peer != 0 {
 							return conn
 						}
@@ -135,9 +137,10 @@ func TestSimulation(t *testing.T) {
 					}
 				}
 				var frames, bytes int64
-				for steps := 0; !t.Failed() && (steps < 2 || frames != root.FramesIn+root.FramesOut); steps++ {
+				all := root.FramesIn + root.FramesOut
+				for steps := 0; !t.Failed() && (steps < 2 || frames != all); steps++ {
 					if steps == 50 {
-						t.Errorf("got %d frames in a step, want %d", frames, root.FramesIn+root.FramesOut)
+						t.Errorf("got %d frames in a step, want %d", frames, all)
 						break
 					}
 					before := newsLoad{frames: load.frames, bytes: load.bytes, cpu: load.cpu}

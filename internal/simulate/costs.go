@@ -38,9 +38,9 @@ type Costs struct {
 //	L  go test ./internal/engine -run '^$' -bench Leaders/ranks=64 -benchtime 60x
 //	J  go test ./internal/rendezvous -run '^$' -bench Join -benchtime 3x
 //
-// C runs the state machines of this simulation, whose CPU time it measures. In the formulas below, n/T/c is the
-// CPU time of rank 0 for n ranks, T tensors and a cache of c entries, in microseconds, with a connection for
-// each rank, and l/T/c the same with leaders for 512 ranks.
+// C runs the state machines of this simulation, whose CPU time it measures. In the formulas below, n/T/c
+// is the CPU time of rank 0 for n ranks, T tensors and a cache of c entries, in microseconds, with a
+// connection for each rank, and l/T/c the same with leaders for 512 ranks.
 //
 // Latency, Loopback, BytesPerSecond and Operation are not measured but chosen: a data center with 25 Gbit/s.
 var Measured = Costs{
@@ -49,7 +49,7 @@ var Measured = Costs{
 	Frame: 23 * time.Microsecond,
 	KiB:   300, // L: copying in and out of the kernel; between 200 and 400 ns
 
-	Submit: 60, GrantBit: 60, // C: a member at 512/161/1024 and 512/1/1024, (28.0 - 8.1) / 160 = 0.12 for both
+	Submit: 60, GrantBit: 60, // C: a member at 512/161/1024 and 512/1/1024, 28.0 - 8.1 for 160 of both
 	GrantFull: 1200, // C: a member at 512/161/0 and 512/1/0, (172.9 - 9.4) / 160 = 1.0, and decoding
 	Dispatch:  1000, // C: rest of a member at 512/1/1024
 

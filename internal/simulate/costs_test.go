@@ -32,8 +32,10 @@ func BenchmarkCosts(b *testing.B) {
 						func(b *testing.B) {
 							runtime.LockOSThread() // for threadCPU
 							defer runtime.UnlockOSThread()
-							r, err := Run(Config{Ranks: ranks, PerHost: 8, Policy: policy, Workload: Small(tensors),
-								Steps: 2 + b.N, CacheCapacity: capacity, Costs: Measured, CPU: threadCPU})
+							r, err := Run(Config{Ranks: ranks, PerHost: 8, Policy: policy,
+								Workload: Small(tensors),
+								Steps:    2 + b.N, CacheCapacity: capacity,
+								Costs: Measured, CPU: threadCPU})
 							if err != nil {
 								b.Fatal(err)
 							}

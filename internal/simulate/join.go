@@ -24,8 +24,8 @@ type Joined struct {
 // Time returns the time of the whole join.
 func (j *Joined) Time() time.Duration { return j.CheckIn + j.Gather + j.Ready }
 
-// Join computes the join of a job of more than 128 ranks, which all start at the same time, without TLS. It is
-// a model of what internal/rendezvous does: every rank has a connection to the root, to which it sends its
+// Join computes the join of a job of more than 128 ranks, which all start at the same time, without TLS. It
+// is a model of what internal/rendezvous does: every rank has a connection to the root, to which it sends its
 // request and from which it gets the records of its neighbours. Then the records go round the ring in ranks-1
 // steps. A ring advances at the mean of the times of its steps, because every rank waits for the previous
 // one. At last, the root gets a status of every rank, and answers it. If cores is 0, rank 0 has one core.

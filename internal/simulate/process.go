@@ -128,7 +128,7 @@ func (p *process) spend(d time.Duration, times int) {
 	p.at += d * time.Duration(times)
 }
 
-// turn is a turn of the loop, at the time j.now.
+// turn executes a turn of the loop, at the time j.now.
 func (p *process) turn() {
 	c := &p.j.cfg.Costs
 	now := p.j.now
@@ -235,8 +235,8 @@ func (p *process) memberReady() (sent bool) {
 	return sent
 }
 
-// run starts an operation. It ends at all members when the last of them has received the grant and the time of
-// the transfer has passed.
+// run starts an operation. It ends at all members when the last of them has received the grant and the time
+// of the transfer has passed.
 func (p *process) run(g *controller.Grant) {
 	p.spend(p.j.cfg.Costs.Dispatch, 1)
 	p.left -= len(g.Responses)

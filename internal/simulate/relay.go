@@ -29,8 +29,8 @@ type relay struct {
 
 func newRelay(ranks []topo.Rank, hold time.Duration) *relay {
 	n := len(ranks)
-	return &relay{ranks: ranks, hold: hold, sent: make([]time.Duration, n), gone: make([]bool, n), have: make([]bool, n),
-		due: controller.Never}
+	return &relay{ranks: ranks, hold: hold, sent: make([]time.Duration, n), gone: make([]bool, n),
+		have: make([]bool, n), due: controller.Never}
 }
 
 func (r *relay) Tick(now time.Duration) { r.now = now }

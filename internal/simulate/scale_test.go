@@ -76,8 +76,8 @@ func TestScale(t *testing.T) {
 	for _, ranks := range slicesUpTo(64, 1024, 16384) {
 		for _, f := range []Fault{{Rank: 20}, {Rank: 16}, {Rank: 16, Host: true}} {
 			r := mustRun(t, Config{Ranks: ranks, Policy: Leaders, Workload: Small(8), Steps: 2, Fault: f})
-			row("%d\t|\t%s\t|\t%s", ranks, map[Fault]string{{Rank: 20}: "a rank is killed", {Rank: 16}: "a leader is killed",
-				{Rank: 16, Host: true}: "the host of a leader vanishes"}[f], short(r.Verdict))
+			row("%d\t|\t%s\t|\t%s", ranks, map[Fault]string{{Rank: 20}: "a rank is killed",
+				{Rank: 16}: "a leader is killed", {Rank: 16, Host: true}: "the host of a leader vanishes"}[f], short(r.Verdict))
 		}
 	}
 	flush()
@@ -87,8 +87,9 @@ func TestScale(t *testing.T) {
 	for _, ranks := range slicesUpTo(256, 1024, 4096, 16384) {
 		j, again := Join(ranks, 8, 0, &Measured), Join(ranks-8, 8, 0, &Measured)
 		r := mustRun(t, Config{Ranks: ranks - 8, Policy: Leaders, Workload: Small(8), Steps: 1})
-		row("%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%d\t|\t%.1f\t|\t%.1f\t|\t%d\t|\t%s", ranks, short(j.Time()), short(j.CheckIn), short(j.Gather),
-			short(j.Ready), short(j.RootCPU), j.Connections, float64(j.RootBytes)/(1<<20), float64(j.MemberBytes)/(1<<20),
+		row("%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%d\t|\t%.1f\t|\t%.1f\t|\t%d\t|\t%s", ranks, short(j.Time()), short(j.CheckIn),
+			short(j.Gather), short(j.Ready), short(j.RootCPU), j.Connections, float64(j.RootBytes)/(1<<20),
+			float64(j.MemberBytes)/(1<<20),
 			j.RecordBytes, short(again.Time()+r.Steps[0].Latency))
 	}
 	flush()
