@@ -116,7 +116,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	options := launch.Options{
 		NP: j.np, Nodes: j.nodes, Elastic: j.elastic, Hosts: j.hosts, Command: j.command, Env: r.env,
 		Set: slices.Concat(r.onlyTCP(), r.extra, r.logFormat(&j.settings),
-			besideHvdrun(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
+			besideHvdrun(&j.settings, j.several), j.recovery,
 			j.settings.ForRanks()),
 		Verdict: verdict, Restarted: reports.restarted, Hung: hung, Accused: accused,
 		StoreAddrs: addrs, Secret: text, TorchStore: torch,
@@ -351,16 +351,6 @@ func besideHvdrun(settings *config.Config, several bool) (variables []string) {
 		}
 	}
 	return variables
-}
-
-// timelineSignal returns the variable with the timeline signal if the settings file has that setting. Package
-// launch looks for the variable in the environment of the ranks, so hvdrun must add it there.
-func timelineSignal(settings *config.Config) []string {
-	const name = "HVD_TIMELINE_SIGNAL"
-	if settings.Origin(name).Source != config.FromFile || settings.TimelineSignal == "" {
-		return nil
-	}
-	return []string{name + "=" + settings.TimelineSignal}
 }
 
 // onlyTCP returns the variables by which --tcp makes NCCL and, with --mpi, Open MPI and UCX use only TCP

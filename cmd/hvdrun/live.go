@@ -30,7 +30,8 @@ import (
 // mode 0700 and belongs to the user, so the kernel lets only this user and root connect. The server needs no
 // SO_PEERCRED therefore, and the client knows that a process of its own user has made the socket. The server
 // speaks HTTP: /about says which job it is, /states is a stream of states, /end is the last state, and
-// /records has what a few ranks have recorded.
+// /records has what a few ranks have recorded. /timeline starts or stops the timelines. It is the only request
+// that changes something, and only this socket has it: a web page, of whatever origin, cannot reach it.
 const (
 	// xdgVariable is the variable on which the place of the runtime folder depends.
 	xdgVariable = "XDG_RUNTIME_DIR"
@@ -62,11 +63,17 @@ const (
 	// (joblink.Records). It may be given for at most maxRecorded ranks.
 	rankParameter = "rank"
 	maxRecorded   = 8
+	// switchTime is how long ranks may take to start or to stop a timeline.
+	switchTime = 10 * time.Second
+	// maxSwitchBytes is the maximum length of a request to start or to stop the timelines.
+	maxSwitchBytes = 8 << 10
 	// These are the paths of the resources.
 	aboutPath   = "/about"
 	statesPath  = "/states"
 	endPath     = "/end"
 	recordsPath = "/records"
+	// timelinePath is that of a request by POST.
+	timelinePath = "/timeline"
 )
 
 // liveJob serves the state of a job to readers. It asks the processes only while there is a reader.
@@ -185,6 +192,7 @@ func (l *liveJob) handler() http.Handler {
 	})
 	paths.HandleFunc("GET "+statesPath, l.stream)
 	paths.HandleFunc("GET "+recordsPath, l.records)
+	paths.HandleFunc("POST "+timelinePath, l.switchTimelines)
 	paths.HandleFunc("GET "+endPath, func(w http.ResponseWriter, req *http.Request) {
 		select {
 		case <-l.ended:

@@ -84,13 +84,19 @@ func peerOf(conn net.Conn) (pid int, err error) {
 	return int(cred.Pid), nil
 }
 
-// get sends a request to the job and returns its response.
+// get returns a resource of the job.
 func (a *jobAddress) get(ctx context.Context, resource string) (io.ReadCloser, error) {
+	return a.send(ctx, http.MethodGet, resource, nil)
+}
+
+// send sends a request to the job and returns its response.
+func (a *jobAddress) send(ctx context.Context, method, resource string, content io.Reader) (io.ReadCloser,
+	error) {
 	transport := &http.Transport{DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return dialJob(ctx, a.folder)
 		}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://job"+resource, nil)
+	req, err := http.NewRequestWithContext(ctx, method, "http://job"+resource, content)
 	if err != nil {
 		return nil, err
 	}

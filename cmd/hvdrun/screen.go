@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"sync"
 	"time"
 
 	tea "charm.land/bubbletea/v2"
@@ -15,8 +16,19 @@ import (
 func (r *runner) topScreen(ctx context.Context, j *jobAddress, every time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	p := tea.NewProgram(&screen{}, tea.WithContext(ctx), tea.WithEnvironment(r.env), tea.WithOutput(r.stdout),
+	s := &screen{}
+	p := tea.NewProgram(s, tea.WithContext(ctx), tea.WithEnvironment(r.env), tea.WithOutput(r.stdout),
 		tea.WithoutSignalHandler())
+	var switches sync.WaitGroup
+	s.view.Switch = func(start bool) {
+		switches.Go(func() {
+			got, err := j.switchTimelines(ctx, switching{Start: start})
+			if err != nil {
+				got = &switched{true, err.Error()}
+			}
+			p.Send(*got)
+		})
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -29,6 +41,7 @@ func (r *runner) topScreen(ctx context.Context, j *jobAddress, every time.Durati
 	_, err := p.Run()
 	cancel()
 	<-done
+	switches.Wait()
 	if errors.Is(err, tea.ErrProgramKilled) { // by the end of ctx
 		return nil
 	}
@@ -54,6 +67,8 @@ func (s *screen) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
 		if !s.view.Key(m.String(), &s.now) {
 			return s, tea.Quit
 		}
+	case switched:
+		s.view.Switched = m.Text
 	case update:
 		s.newest.Note = m.note
 		if m.job != nil {

@@ -6,12 +6,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
@@ -234,21 +232,6 @@ func TestFlagsForWhatHolds(t *testing.T) {
 		if _, stderr, status := output(t, flag, "-np", "1", "true"); status != 2 ||
 			!strings.Contains(stderr, "hvdrun: "+strings.TrimSuffix(flag, "=false")+": ") {
 			t.Errorf("%s: got exit status %d and %q, want 2", flag, status, stderr)
-		}
-	}
-}
-
-// TestTimelineSignal checks that ranks start with the timeline signal ignored, so that it does not kill a
-// program that does not handle it. The setting may come from the settings file or from -x.
-func TestTimelineSignal(t *testing.T) {
-	file := writeFile(t, "timeline:\n  signal: sigusr2\n")
-	for _, flags := range [][]string{{"--config-file", file}, {"-x", "HVD_TIMELINE_SIGNAL=SIGUSR2"}} {
-		stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "grep", "SigIgn",
-			"/proc/self/status")...)
-		_, mask, _ := strings.Cut(strings.TrimSpace(stdout), "\t")
-		bits, err := strconv.ParseUint(mask, 16, 64)
-		if status != 0 || stderr != "" || err != nil || bits>>(unix.SIGUSR2-1)&1 != 1 {
-			t.Errorf("%q: got exit status %d, %q and %q, want SIGUSR2 ignored", flags, status, stdout, stderr)
 		}
 	}
 }

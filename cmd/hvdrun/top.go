@@ -17,7 +17,11 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-const topCommand = "top"
+const (
+	topCommand        = "top"
+	startTimelineFlag = "start-timeline"
+	stopTimelineFlag  = "stop-timeline"
+)
 
 const topLong = `Show what the ranks of a running job are doing, or the nodes of a parameter server: which ones hold up the others, what
 they wait for, and how much they move.
@@ -28,6 +32,8 @@ are several, a list of them. hvdrun top runs on the host of hvdrun and as the sa
 On a terminal, hvdrun top is a screen, on which ? explains the keys and columns. It stays when the job ends. Elsewhere it
 prints a line for each interval and ends with the job. The job is asked only while hvdrun top runs.
 
+The key t, --start-timeline and --stop-timeline switch the timelines of the ranks on and off while the job runs.
+
 The exit status is 0 if the end of the job was shown or the user has quit, 1 if hvdrun was lost, and 2 for wrong usage or
 if there is no such job.`
 
@@ -37,12 +43,16 @@ Examples:
   hvdrun top 4711
   hvdrun top --plain --interval 10 | tee job.log
   hvdrun top --json | jq .problems
+  hvdrun top --start-timeline t.json 4711
 `
 
 // topFlags holds the flags of hvdrun top.
 type topFlags struct {
 	plain, asJSON bool
 	interval      float64
+	// start is the file of the timelines to start. stop says that the timelines are to be stopped.
+	start string
+	stop  bool
 }
 
 // top returns the command that shows a running job.
@@ -53,6 +63,8 @@ func (r *runner) top() *cobra.Command {
 	g.flags.BoolVar(&given.plain, "plain", false, "print a line for each update, also on a terminal")
 	g.flags.BoolVar(&given.asJSON, "json", false,
 		"print each state as a JSON object in a line (docs/timeline.md)")
+	g.flags.StringVar(&given.start, startTimelineFlag, "", "make the ranks write timelines, rank 0 to `FILE`, say so, and end")
+	g.flags.BoolVar(&given.stop, stopTimelineFlag, false, "make the ranks end their timelines, say so, and end")
 	cmd := &cobra.Command{
 		Use:   topCommand + " [flags] [JOB]",
 		Short: "Show a running job",
@@ -62,7 +74,12 @@ func (r *runner) top() *cobra.Command {
 			}
 			return nil
 		},
-		RunE: func(_ *cobra.Command, args []string) error { return r.runTop(&given, args) },
+		RunE: func(c *cobra.Command, args []string) error {
+			if c.Flags().Changed(startTimelineFlag) && given.start == "" {
+				return usagef("top: --%s: got an empty file name", startTimelineFlag)
+			}
+			return r.runTop(&given, args)
+		},
 		ValidArgsFunction: func(*cobra.Command, []string, string) (pids []cobra.Completion,
 			_ cobra.ShellCompDirective) {
 			jobs, err := runningJobs(r.variable(xdgVariable))
@@ -90,6 +107,8 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 			mostInterval.Seconds())
 	case given.plain && given.asJSON:
 		return usagef("top: --plain and --json cannot be used together")
+	case given.start != "" && given.stop:
+		return usagef("top: --%s and --%s cannot be used together", startTimelineFlag, stopTimelineFlag)
 	}
 	j, err := r.chooseJob(topCommand, args)
 	if err != nil || j == nil {
@@ -98,6 +117,8 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
 	switch {
+	case given.start != "" || given.stop:
+		return r.switchOnce(ctx, j, switching{given.start != "", given.start})
 	case given.asJSON:
 		return r.topJSON(ctx, j, every)
 	case given.plain || !logs.IsTerminal(r.stdout) || r.variable("TERM") == "dumb":

@@ -87,6 +87,10 @@ func TestTopFindsJobs(t *testing.T) {
 	check(stderr, status, "--interval: got 0, want 0.1 to 3600 seconds")
 	_, stderr, status = topOf(t, xdg, "--plain", "--json")
 	check(stderr, status, "--plain and --json cannot be used together")
+	_, stderr, status = topOf(t, xdg, "--start-timeline", "t.json", "--stop-timeline")
+	check(stderr, status, "--start-timeline and --stop-timeline cannot be used together")
+	_, stderr, status = topOf(t, xdg, "--start-timeline", "")
+	check(stderr, status, "--start-timeline: got an empty file name")
 
 	// A folder of a rank, and one with a socket at which nobody listens, are no jobs.
 	d, err := rundir.New(xdg)
@@ -183,6 +187,66 @@ func TestRefusedReaders(t *testing.T) {
 	} {
 		if code, text := get(resource); code != want {
 			t.Errorf("%s: got %d and %q, want %d", resource, code, text, want)
+		}
+	}
+}
+
+// The server refuses names that cannot be those of timelines, and says which ranks have not done what they
+// were asked for.
+func TestSwitchedTimelines(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	reports, err := newReporter(kv, nil, 3, "", time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reports.close()
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer cancel()
+	questions := make(chan string, 3)
+	for rank := range 3 {
+		running.Go(func() {
+			_ = joblink.New(kv, rank).Answer(ctx, func(question string) []byte {
+				questions <- question
+				return []byte([]string{`{"file":"/f/t.json"}`, `{"error":"timeline: the disk is full"}`, `no`}[rank])
+			})
+		})
+	}
+	l := &liveJob{about: live.About{What: live.Ranks}, reports: reports, ended: make(chan struct{})}
+	post := func(body string) (int, string) {
+		w := httptest.NewRecorder()
+		l.handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, timelinePath, strings.NewReader(body)))
+		return w.Code, w.Body.String()
+	}
+	code, text := post(`{"start":true,"path":"/f/a name.json.gz"}`)
+	const want = `{"failed":true,"text":"1 of 3 ranks have started a timeline: rank 0 to /f/t.json; ` +
+		`rank 1: the disk is full; rank 2: malformed answer: `
+	if code != http.StatusOK || !strings.HasPrefix(text, want) {
+		t.Errorf("got %d and %q, want %q", code, text, want)
+	}
+	for range 3 {
+		if q := <-questions; !strings.HasPrefix(q, joblink.StartTimeline+" 20") || !strings.HasSuffix(q, " /f/a name.json.gz") {
+			t.Errorf("a rank got the question %q", q)
+		}
+	}
+	l.nodes = &launch.Nodes{Servers: 1, Workers: 1}
+	for body, want := range map[string]string{
+		`{"start":true,"path":"train.py"}`:  `got the file name "train.py", want one that ends with .json`,
+		`{"start":true,"path":"a\nb.json"}`: "control characters",
+		`{"start":true}`:                    "the nodes of a parameter server write none",
+		"{":                                 "EOF",
+		`{"path":"` + strings.Repeat("x", 8<<10) + `"}`: "too large",
+	} {
+		if code, text := post(body); code != http.StatusBadRequest || !strings.Contains(text, want) {
+			t.Errorf("%.40s: got %d and %q, want %q", body, code, text, want)
+		}
+	}
+	if w := httptest.NewRecorder(); true {
+		l.handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, timelinePath, nil))
+		if w.Code != http.StatusMethodNotAllowed {
+			t.Errorf("GET: got %d, want that it changes nothing", w.Code)
 		}
 	}
 }

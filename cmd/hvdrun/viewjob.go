@@ -198,6 +198,7 @@ func stateOf(s *table.States) view.State {
 			state.Missing = append(state.Missing, p.Missing...)
 		}
 	}
+	state.Timelines = s.Timelines()
 	state.Columns, state.Rows = s.Cells()
 	return state
 }

@@ -152,9 +152,6 @@ type Config struct {
 	TimelineMarkCycles bool
 	// TimelineMaxMiB is the maximum disk space, in MiB, for the timeline of a rank.
 	TimelineMaxMiB int
-	// TimelineSignal is the name of the signal that starts and stops the timeline. If it is empty, no signal
-	// does.
-	TimelineSignal string
 	// MetricsAddr is the address at which the rank serves its metrics. If it is empty, the rank does not
 	// serve them.
 	MetricsAddr string

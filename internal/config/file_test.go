@@ -69,7 +69,6 @@ timeline:
   filename: t.json
   mark_cycles: yes
   max_mb: 11
-  signal: SIGUSR1
 metrics:
   addr: :9100
 flight_recorder:
@@ -115,7 +114,6 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.LivenessTimeout = 10500 * time.Millisecond
 	want.SharedMemory = config.SharedNever
 	want.Timeline, want.TimelineMarkCycles, want.TimelineMaxMiB = "t.json", true, 11
-	want.TimelineSignal = "SIGUSR1"
 	want.MetricsAddr, want.FlightRecorder, want.DumpDir = ":9100", false, "dumps"
 	want.LogLevel, want.LogFormat = "error", "console"
 	want.LogHideTime = true

@@ -571,7 +571,7 @@ var settings = []Setting{
 		Otherwise: "none",
 		Doc: "file to which rank 0 writes its timeline (docs/timeline.md). The other ranks write to " +
 			"files beside it, with .rankN before the extension. If the name ends in .gz, the files are " +
-			"compressed. With DYNAMIC, no timeline is written until the program or a signal starts one",
+			"compressed. With DYNAMIC, no timeline is written until the program or hvdrun top starts one",
 		kind: text("the name of a file, or DYNAMIC", func(c *Config) *string { return &c.Timeline }),
 	},
 	{
@@ -592,15 +592,6 @@ var settings = []Setting{
 			"part is deleted",
 		Raise: "A higher value keeps the timeline of a longer part of the job.",
 		kind:  whole(func(c *Config) *int { return &c.TimelineMaxMiB }, 1),
-	},
-	{
-		Name: "HVD_TIMELINE_SIGNAL", Section: sectionSee, Scope: PerProcess,
-		Key:       "timeline.signal",
-		Otherwise: "none",
-		Doc: "signal that starts the timeline and, when it is sent again, stops it. hvdrun forwards " +
-			"the signal to all ranks. hvdrun starts the ranks with the signal ignored, because otherwise " +
-			"it would kill a program that does not handle it",
-		kind: oneOf(func(c *Config, word string) { c.TimelineSignal = word }, "SIGUSR1", "SIGUSR2"),
 	},
 	{
 		Name: "HVD_METRICS_ADDR", Section: sectionSee, Scope: PerProcess,

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -76,46 +77,45 @@ func checkTimeline(t *testing.T, pattern string, want int) {
 }
 
 // hvdrun timeline names a slow rank. In the second case all requests are cached, so that only bits are
-// negotiated, because a signal starts the timeline in the middle of the training.
+// negotiated, because hvdrun top starts the timeline in the middle of the training.
 func TestSlowRankIsNamed(t *testing.T) {
 	digits := buildDigits(t)
-	for _, signalled := range []bool{false, true} {
+	for _, switched := range []bool{false, true} {
 		// The four ranks share the processors with other tests, so each of them sometimes waits. If the slow
 		// rank is not found because of these waits, the test makes it slower.
 		var share float64
 		for _, slow := range []string{"15ms", "60ms", "240ms", "960ms"} {
-			if share = slowRank(t, digits, slow, signalled); share >= 0.9 || t.Failed() {
+			if share = slowRank(t, digits, slow, switched); share >= 0.9 || t.Failed() {
 				break
 			}
 		}
 		if share < 0.9 {
-			t.Errorf("signalled %v: rank 2 caused %.1f %% of the waiting by the verdict, want at least 90",
-				signalled, 100*share)
+			t.Errorf("switched %v: rank 2 caused %.1f %% of the waiting by the verdict, want at least 90",
+				switched, 100*share)
 		}
 	}
 }
 
 // slowRank runs a job in which rank 2 is slow, and checks its timeline, the report on it and the merged
 // trace. It returns rank 2's share of the waiting, or 0 if the verdict does not name rank 2.
-func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64) {
+func slowRank(t *testing.T, digits, slow string, switched bool) (share float64) {
 	t.Helper()
 	dir := t.TempDir()
 	file := filepath.Join(dir, "whole.json")
 	flags := []string{"--timeline-filename", file}
-	var env []string
-	if signalled {
+	if switched {
 		flags = []string{"--timeline-filename", "DYNAMIC", "--timeline-mark-cycles"}
-		env = append(env, "HVD_TIMELINE_SIGNAL=SIGUSR2")
-		file = filepath.Join(dir, "hvd-timeline.json")
 	}
 	// On an idle machine fewer than six epochs would be enough.
 	command := append([]string{hvdrunPath, "-np", "4"}, flags...)
 	command = append(command, digits, "-epochs", "6", "-slow-rank", "2", "-slow", slow)
-	j := startIn(t, dir, command, env...)
-	if signalled {
+	j := startIn(t, dir, command)
+	if switched {
 		j.until("two epochs", func(l line) bool { return strings.HasPrefix(l.text, "epoch 2/") })
-		if err := j.cmd.Process.Signal(syscall.SIGUSR2); err != nil {
-			t.Fatal(err)
+		top := exec.Command(hvdrunPath, "top", "--start-timeline", file, strconv.Itoa(j.cmd.Process.Pid))
+		out, err := top.CombinedOutput()
+		if want := "4 of 4 ranks have started a timeline: rank 0 to " + file + ".\n"; string(out) != want || err != nil {
+			t.Errorf("got %q, %v, want %q", out, err, want)
 		}
 	}
 	if status := j.wait(); status != 0 {
@@ -131,8 +131,8 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 			share = l.Share
 		}
 	}
-	t.Logf("signalled %v, %s: %s", signalled, slow, r.Lateness.Verdict)
-	if signalled && (r.Cache.Hits == 0 || r.Cache.Misses > 4) {
+	t.Logf("switched %v, %s: %s", switched, slow, r.Lateness.Verdict)
+	if switched && (r.Cache.Hits == 0 || r.Cache.Misses > 4) {
 		t.Errorf("%d tensors were cached and %d not, want only the one at the end to be new, at four ranks",
 			r.Cache.Hits, r.Cache.Misses)
 	}

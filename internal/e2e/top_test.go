@@ -86,12 +86,12 @@ func (m *terminal) until(pattern string) string {
 }
 
 // stepsJob starts a job of 4 ranks that runs steps until the function end is called. Its hvdrun has the
-// returned XDG_RUNTIME_DIR.
-func stepsJob(t *testing.T) (j *job, xdg string, end func()) {
+// returned XDG_RUNTIME_DIR, and env.
+func stepsJob(t *testing.T, env ...string) (j *job, xdg string, end func()) {
 	t.Helper()
 	xdg = t.TempDir()
 	file := filepath.Join(t.TempDir(), "end")
-	j = start(t, 4, "steps", "XDG_RUNTIME_DIR="+xdg, "E2E_END="+file)
+	j = start(t, 4, "steps", append(env, "XDG_RUNTIME_DIR="+xdg, "E2E_END="+file)...)
 	ready := 0
 	j.until("all ranks were ready", func(l line) bool {
 		if l.text == "ready" {
@@ -107,10 +107,11 @@ func stepsJob(t *testing.T) (j *job, xdg string, end func()) {
 }
 
 // hvdrun top shows a running job on screens of different sizes, with and without colours, follows a resize,
-// and stays with the verdict when the job has ended.
+// and stays with the verdict when the job has ended. A key switches timelines off and on.
 func TestTopOnATerminal(t *testing.T) {
 	t.Parallel()
-	j, xdg, end := stepsJob(t)
+	timelines := t.TempDir()
+	j, xdg, end := stepsJob(t, "HOROVOD_TIMELINE="+filepath.Join(timelines, "t.json"))
 	small := openTerminal(t, 80, 24, xdg, "")
 	wide := openTerminal(t, 200, 24, xdg, "NO_COLOR=1")
 	text := small.until(`(?m)^3 +\S+ +(waiting|outside|running|queued) `)
@@ -134,6 +135,22 @@ func TestTopOnATerminal(t *testing.T) {
 	small.tmux("send-keys", "Escape")
 	small.until(`(?m)^q quit`)
 
+	wide.until(`4 of 4 ranks write a timeline: rank 0 to \S+/t\.json`)
+	wide.tmux("send-keys", "t")
+	wide.until(`(?m)^Press y to stop the timelines of all ranks`)
+	wide.tmux("send-keys", "y")
+	wide.until(`4 of 4 ranks have stopped a timeline: rank 0 to \S+/t\.json\.`)
+	for begun := time.Now(); strings.Contains(wide.screen(false), "write a timeline"); time.Sleep(50 * time.Millisecond) {
+		if time.Since(begun) > jobLimit {
+			t.Fatalf("the ranks write timelines %v after they have stopped", jobLimit)
+		}
+	}
+	wide.tmux("send-keys", "t")
+	wide.until(`(?m)^Press y to start the timelines of all ranks`)
+	wide.tmux("send-keys", "n", "t", "y")
+	wide.until(`4 of 4 ranks have started a timeline: rank 0 to \S+/t-\d+T\d+\.json\.`)
+	wide.until(`4 of 4 ranks write a timeline: rank 0 to \S+/t-\d+T\d+\.json`)
+
 	end()
 	if status := j.wait(); status != 0 {
 		t.Fatalf("the job ended with status %d:\n%s", status, j.err())
@@ -147,6 +164,7 @@ func TestTopOnATerminal(t *testing.T) {
 	}
 	small.tmux("send-keys", "q")
 	small.until(`(?m)^status 0$`)
+	checkTimeline(t, filepath.Join(timelines, "*.json"), 8)
 }
 
 // A stall is on the screen, in red, with the tensor and the missing rank; a rank that is stopped by a signal

@@ -51,6 +51,11 @@ const (
 	// Records asks for what the rank has recorded since it was last asked. The question is this word and, for
 	// each rank that is asked, a blank, the rank, a colon and the number of the first entry that is wanted.
 	Records = "records"
+	// StartTimeline asks the rank to begin a timeline. The question is this word, a blank, a text that makes
+	// the name of a file unique, a blank, and the path of rank 0's file, or nothing for the path of the
+	// settings. StopTimeline asks it to end its timeline.
+	StartTimeline = "start-timeline"
+	StopTimeline  = "stop-timeline"
 	// Node asks a node of a parameter server for its state. A node also sends it as a report, at its end and
 	// when it sees another node fail.
 	Node = "node"

@@ -90,12 +90,6 @@ func HelperMain(args, env []string) int {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)
 		return 2
 	}
-	// The helper ignores the timeline signal, and the command and its children inherit that. So the signal
-	// does not end a program that has no handler for it, such as a shell or a rank that has not installed its
-	// handler yet.
-	if s := timelineSignal(env); s != 0 {
-		signal.Ignore(s)
-	}
 	// The launcher decides what a signal means, so the helper must not die of one. It catches the signals
 	// instead of ignoring them, because the command would inherit ignored signals.
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
@@ -126,18 +120,6 @@ func HelperMain(args, env []string) int {
 	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		return 1
-	}
-	return 0
-}
-
-// timelineSignal returns the signal that starts and stops the timeline of a rank. env is the environment of
-// the rank. The signal is SIGUSR1 or SIGUSR2, or 0 if the setting has neither value.
-func timelineSignal(env []string) syscall.Signal {
-	switch name := valueOf(env, "HVD_TIMELINE_SIGNAL"); {
-	case strings.EqualFold(name, "SIGUSR1"):
-		return unix.SIGUSR1
-	case strings.EqualFold(name, "SIGUSR2"):
-		return unix.SIGUSR2
 	}
 	return 0
 }

@@ -213,53 +213,18 @@ func TestSignalsEndTheJob(t *testing.T) {
 
 func TestSignalsAreForwarded(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
-		// A rank starts with the timeline signal ignored. But this rank installs a handler, so it must
-		// receive that signal too.
-		for _, set := range [][]string{nil, {"HVD_TIMELINE_SIGNAL=" + strings.ToLower(unix.SignalName(s))}} {
-			t.Run(unix.SignalName(s)+strings.Join(set, ""), func(t *testing.T) {
-				t.Parallel()
-				r := start(t, spec{NP: 2, Set: set, Command: []string{self(), "rank", "obey"}})
-				r.awaitOutput(&r.stdout, "ready", 2)
-				r.signal(s)
-				if got := r.wait(); got != 0 {
-					t.Errorf("got exit status %d, want 0", got)
-				}
-				if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
-					t.Errorf("%d ranks got the signal, want 2", n)
-				}
-			})
-		}
-	}
-}
-
-// TestTimelineSignalIsIgnored sends the timeline signal to ranks without a handler. The signal must end
-// neither the program of the rank nor its children. Other signals must keep their default actions.
-func TestTimelineSignalIsIgnored(t *testing.T) {
-	const script = `trap 'kill $p; wait $p; echo slept $?; exit 0' USR1; sleep 1000 & p=$!; echo ready; wait`
-	for _, hosts := range []string{"", "h1,localhost"} {
-		r := start(t, spec{NP: 2, Hosts: hosts, Set: []string{"HVD_TIMELINE_SIGNAL=SIGUSR2"},
-			Command: sh(script)})
-		r.awaitOutput(&r.stdout, "ready", 2)
-		for range 2 {
-			r.signal(unix.SIGUSR2)
-		}
-		r.signal(unix.SIGUSR1) // signals arrive in the order in which they were sent
-		if got := r.wait(); got != 0 || strings.Count(r.stdout.String(), "slept") != 2 ||
-			strings.Contains(r.stdout.String(), "slept 140") {
-			t.Errorf("hosts %q: got exit status %d and %q, want both ranks and what they run alive until SIGUSR1", hosts, got, r.stdout.String())
-		}
-	}
-	for value, want := range map[string]string{"": "0", "sigusr1": "1", "SIGUSR2": "2", "SIGTERM": "0"} {
-		r := start(t, spec{NP: 1, NoPrefix: true, Set: []string{"HVD_TIMELINE_SIGNAL=" + value},
-			Command: []string{"grep", "SigIgn", "/proc/self/status"}})
-		got := r.wait()
-		_, mask, _ := strings.Cut(strings.TrimSpace(r.stdout.String()), "\t")
-		bits, err := strconv.ParseUint(mask, 16, 64)
-		ignored := strconv.FormatUint(bits>>(unix.SIGUSR1-1)&1|bits>>(unix.SIGUSR2-2)&2, 10)
-		if got != 0 || err != nil || ignored != want || bits>>(unix.SIGTERM-1)&1 != 0 {
-			t.Errorf("%q: got exit status %d and %q, want SIGUSR%s ignored", value, got, r.stdout.String(),
-				want)
-		}
+		t.Run(unix.SignalName(s), func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 2, Command: []string{self(), "rank", "obey"}})
+			r.awaitOutput(&r.stdout, "ready", 2)
+			r.signal(s)
+			if got := r.wait(); got != 0 {
+				t.Errorf("got exit status %d, want 0", got)
+			}
+			if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
+				t.Errorf("%d ranks got the signal, want 2", n)
+			}
+		})
 	}
 }
 

@@ -10,13 +10,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
@@ -110,7 +106,7 @@ func (l *Library) Init(o InitOptions) Handle {
 func (l *Library) join(ctx context.Context, o *InitOptions, building bool) error {
 	options := o.rank()
 	options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
-	options.HasHandler, options.Member, options.Building = hasHandler, &l.training.member, building
+	options.Member, options.Building = &l.training.member, building
 	r := new(rank.Rank)
 	if err := r.Start(ctx, options); err != nil {
 		removed := errors.Is(err, rank.ErrRemoved)
@@ -121,23 +117,6 @@ func (l *Library) join(ctx context.Context, o *InitOptions, building bool) error
 	l.last = r.Epoch
 	l.running.Store(r)
 	return nil
-}
-
-// hasHandler reports whether this process has a handler for a signal. The Go runtime of a library installs
-// none for the signals of a program until the library asks for them.
-func hasHandler(s os.Signal) bool {
-	number, ok := s.(syscall.Signal)
-	text, err := os.ReadFile("/proc/self/status")
-	if err != nil || !ok {
-		return false
-	}
-	for line := range strings.Lines(string(text)) {
-		if set, is := strings.CutPrefix(line, "SigCgt:"); is {
-			caught, err := strconv.ParseUint(strings.TrimSpace(set), 16, 64)
-			return err == nil && caught>>(number-1)&1 != 0
-		}
-	}
-	return false
 }
 
 // Shutdown takes this rank out of the job. reason may be empty. failed says that the program has failed. This
@@ -157,9 +136,6 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		r := l.running.Load()
 		if r == nil {
 			return err
-		}
-		if r.Remote != nil {
-			l.sidecars.unfollow() // without a rank, the signal would kill the sidecar
 		}
 		// After Fail, a sidecar has no job any more, and so no error.
 		if again := r.Shutdown(context.Background(), why); err == nil || again != nil {

@@ -4,12 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/signal"
 	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -27,9 +23,6 @@ type sidecars struct {
 
 	mu        sync.Mutex
 	byAddress map[string]*client.Client // by the value of HVD_SIDECAR
-
-	// unfollow ends what follow has begun. The holder of Library.changing may use it.
-	unfollow func()
 }
 
 // open returns the connection to the sidecar that the environment and settings ask for. It returns nil if
@@ -81,43 +74,7 @@ func (s *sidecars) join(c *client.Client, o *InitOptions) (*rank.Rank, error) {
 		return nil, &engine.UsageError{Op: "init",
 			Err: errors.New("got an MPI communicator, which a sidecar cannot use: unset HVD_SIDECAR")}
 	}
-	environ := config.Environ()
-	cfg, err := config.Load(config.Sources{Environ: environ, API: o.Settings, HaveStore: true})
-	if err != nil {
-		return nil, err
-	}
-	r, err := c.Init(context.Background(), environ, o.Settings, o.Sets)
-	if err == nil {
-		s.follow(c, &cfg)
-	}
-	return r, err
-}
-
-// follow passes the signal that starts and stops the timeline on to the sidecar, if this process has started
-// it, until unfollow is called. The launcher sends it only to this process.
-func (s *sidecars) follow(c *client.Client, cfg *config.Config) {
-	s.unfollow = func() {}
-	number := unix.SignalNum(cfg.TimelineSignal)
-	if number == 0 || c.Pid() == 0 {
-		return
-	}
-	if hasHandler(number) {
-		cfg.Logger(os.Stderr).Warn(rank.HandledSignal)
-		return
-	}
-	got := make(chan os.Signal, 1)
-	signal.Notify(got, number)
-	var following sync.WaitGroup
-	following.Go(func() {
-		for range got {
-			_ = c.Signal(number) // an error means that the sidecar has ended
-		}
-	})
-	s.unfollow = func() {
-		signal.Stop(got)
-		close(got)
-		following.Wait()
-	}
+	return c.Init(context.Background(), config.Environ(), o.Settings, o.Sets)
 }
 
 // sidecarOf returns the connection to the sidecar that runs the engine of r, or nil if this process runs it.

@@ -1,13 +1,11 @@
 package library
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -105,7 +103,7 @@ func TestSidecars(t *testing.T) {
 		t.Error(err)
 	}
 	first := l.sidecars.byAddress["spawn"]
-	if err := first.Signal(syscall.SIGKILL); err != nil {
+	if err := syscall.Kill(first.Pid(), syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	await := func(what string, done func() bool) {
@@ -243,38 +241,6 @@ func TestGateInSidecar(t *testing.T) {
 	ends := []Handle{all[0].Shutdown("", false), all[1].Shutdown("", false)}
 	for r, l := range all {
 		must(t, l, ends[r])
-	}
-}
-
-// TestTimelineSignal starts a timeline with the job and stops it by a signal to this process, which must
-// reach the sidecar. If this process has a handler for the signal, the sidecar must not get it.
-func TestTimelineSignal(t *testing.T) {
-	l := newLibrary(t, hvdd(t))
-	ours := make(chan os.Signal, 1)
-	signal.Notify(ours, syscall.SIGUSR1) // else it would kill this process after the shutdown
-	defer signal.Stop(ours)
-	path := filepath.Join(t.TempDir(), "timeline.json")
-	o := InitOptions{Settings: map[string]string{"HVD_SIZE": "1", "HVD_SIDECAR": "spawn", "HOROVOD_TIMELINE": path,
-		"HVD_TIMELINE_SIGNAL": "SIGUSR2"}}
-	must(t, l, l.Init(o))
-	if err := errors.Join(sumOf(l), syscall.Kill(os.Getpid(), syscall.SIGUSR2)); err != nil {
-		t.Fatal(err)
-	}
-	testnet.Eventually(t, "the timeline is complete", func() bool {
-		text, err := os.ReadFile(path)
-		return err == nil && strings.Contains(string(text), "ALLREDUCE") && json.Valid(text)
-	})
-	must(t, l, l.Shutdown("", false))
-
-	o.Settings["HVD_TIMELINE_SIGNAL"] = "SIGUSR1" // this process has a handler for it
-	must(t, l, l.Init(o))
-	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
-		t.Fatal(err)
-	}
-	<-ours
-	must(t, l, l.Shutdown("", false))
-	if c := l.sidecars.byAddress["spawn"]; c.Over() != nil {
-		t.Error(c.Over())
 	}
 }
 

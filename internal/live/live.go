@@ -61,6 +61,16 @@ type Rank struct {
 	HeldUp []trace.HeldUp `json:"held_up,omitempty"`
 	Stalls []Stall        `json:"stalls,omitempty"`
 	Steps  []trace.Step   `json:"steps,omitempty"`
+	// Timeline is the file to which the rank writes a timeline, or "".
+	Timeline string `json:"timeline,omitempty"`
+}
+
+// Switched is the answer of a rank that was asked to start or to stop its timeline.
+type Switched struct {
+	// File is the file of the timeline that has begun or ended. It is empty if there was none to end.
+	File string `json:"file,omitempty"`
+	// Error says why the rank has failed to do it.
+	Error string `json:"error,omitempty"`
 }
 
 // Stall is a warning that a tensor has waited for longer than the stall warning time.
@@ -187,6 +197,8 @@ type Process struct {
 	// Epoch is the epoch of the rank, and Up the time since the start of its engine or of the node.
 	Epoch uint64        `json:"epoch,omitempty"`
 	Up    time.Duration `json:"up_ns,omitempty"`
+	// Timeline is the file to which the rank writes a timeline, or "".
+	Timeline string `json:"timeline,omitempty"`
 	Counters
 	// Held is for how long the process has held up all others, and HeldUp for how long all others than
 	// another process were held up by that one, which this process was too. Rank 0 or the scheduler measures
@@ -224,7 +236,7 @@ func OfRanks(about About, now time.Time, ranks map[int]*Rank, hosts, known []str
 			s := k.Snapshot
 			snapshots = append(snapshots, s)
 			p.Answered, p.Host, p.PID, p.Epoch, p.Up = true, s.Host, s.PID, s.Epoch, s.At
-			p.Counters = k.Counters
+			p.Counters, p.Timeline = k.Counters, k.Timeline
 		} else {
 			p.Known = at(known, r)
 			absent[r] = p.Known

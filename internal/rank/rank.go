@@ -76,9 +76,6 @@ type Options struct {
 	Sets [][]int
 	// If OnStall is not nil, it is called at rank 0 for each stall.
 	OnStall func(*controller.Stall)
-	// If HasHandler is not nil, it reports whether the program handles a signal itself. Such a signal does
-	// not start the timeline. In a program in Go, the runtime passes signals to all who want them.
-	HasHandler func(os.Signal) bool
 }
 
 // Read reads the settings from the environment and from o.Settings. If o.Log is nil, Read sets it to the
@@ -355,7 +352,7 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	for _, s := range sets {
 		r.newSet(s.ID, s.Ranks, false)
 	}
-	r.observe(&ecfg, cfg, o.HasHandler)
+	r.observe(&ecfg, cfg)
 	return ecfg, nil
 }
 
@@ -389,11 +386,11 @@ func oneGroup(groups []topo.Rank) bool {
 }
 
 // observe makes r.Watch, which receives the records of the engine, and connects NCCL to its verdict.
-func (r *Rank) observe(ecfg *engine.Config, cfg *config.Config, hasHandler func(os.Signal) bool) {
+func (r *Rank) observe(ecfg *engine.Config, cfg *config.Config) {
 	r.Watch = NewWatch(WatchConfig{
 		Settings: cfg, Rank: cfg.Rank, Size: cfg.Size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname,
 		Epoch:    r.Epoch,
-		Launcher: r.launcher(), Sets: r.members, Log: ecfg.Log, HasHandler: hasHandler,
+		Launcher: r.launcher(), Sets: r.members, Log: ecfg.Log,
 	})
 	r.Watch.Configure(ecfg)
 	if r.nccl != nil {

@@ -4,14 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strings"
 	"sync"
 	"time"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -23,14 +21,14 @@ import (
 type timelines struct {
 	rank *Watch
 
-	mu      sync.Mutex
-	active  *timeline.Timeline // nil if no timeline is active
-	path    string             // the path of the active timeline's file at rank 0
-	started int                // number of timelines that were started by signals
-	closed  bool               // whether the rank has shut down, so that nothing would end another timeline
+	mu     sync.Mutex
+	active *timeline.Timeline // nil if no timeline is active
+	path   string             // the path of the active timeline's file at rank 0
+	closed bool               // whether the rank has shut down, so that nothing would end another timeline
 
 	countMu sync.Mutex         // guards the fields below; its holder never blocks
 	current *timeline.Timeline // the timeline whose dropped operations are not counted in past yet
+	writes  string             // the absolute path of the file of current
 	past    uint64             // number of operations that earlier timelines have dropped
 }
 
@@ -44,15 +42,22 @@ func (t *timelines) dropped() uint64 {
 	return t.past + t.current.Dropped()
 }
 
-// count makes next the current timeline. next may be nil. count adds the number of operations that the
-// previous timeline has dropped to t.past.
-func (t *timelines) count(next *timeline.Timeline) {
+// file returns the absolute path of the file to which this rank writes a timeline, or "".
+func (t *timelines) file() string {
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
+	return t.writes
+}
+
+// count makes next the current timeline, which writes a file. next may be nil. count adds the number of
+// operations that the previous timeline has dropped to t.past.
+func (t *timelines) count(next *timeline.Timeline, file string) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
 	if t.current != nil {
 		t.past += t.current.Dropped()
 	}
-	t.current = next
+	t.current, t.writes = next, file
 }
 
 // StartTimeline begins to write the operations of this rank to a file. Rank 0 writes to path, and other ranks
@@ -123,7 +128,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 	}
 	e.Observer().Watch(next)
 	t.active, t.path = next, path
-	t.count(next)
+	t.count(next, absolute(timeline.PathOf(path, cfg.Rank)))
 	return nil
 }
 
@@ -137,7 +142,7 @@ func (t *timelines) stop() error {
 	e.Observer().Unwatch(old) // so that no operation is pending in the file and ends in it later
 	old.Pending(time.Since(e.Clock().Start), e.Pending())
 	err := old.Close()
-	t.count(nil) // adds the operations that Close dropped
+	t.count(nil, "") // adds the operations that Close dropped
 	return err
 }
 
@@ -177,6 +182,52 @@ func (t *timelines) engine() *engine.Engine {
 	return t.rank.engine
 }
 
+// defaultPath is the path of timelines that the launcher asks for, if the settings have none.
+const defaultPath = "hvd-timeline.json"
+
+// startAsked starts a timeline because the launcher asks for it, and returns the file of this rank. question
+// has a text and the path, as joblink.StartTimeline describes. No file is overwritten, because the user may
+// have mistyped the path.
+func (t *timelines) startAsked(question string) (file string, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	cfg := &t.rank.cfg
+	unique, path, _ := strings.Cut(question, " ")
+	if path == "" {
+		if path = cfg.Settings.Timeline; path == "" || path == config.TimelineDynamic {
+			path = defaultPath
+		}
+		path = beforeExt(pathOfEpoch(path, cfg.Epoch), "-"+unique)
+	}
+	file = absolute(timeline.PathOf(path, cfg.Rank))
+	switch _, err := os.Lstat(file); {
+	case t.active != nil && t.path == path: // this question is a repetition
+		return file, nil
+	case t.active != nil:
+		return "", fmt.Errorf("timeline: this rank already writes one to %s: stop it first", t.file())
+	case err == nil:
+		return "", fmt.Errorf("timeline: %s exists: choose another name", file)
+	}
+	return file, t.start(path, cfg.Settings.TimelineMarkCycles)
+}
+
+// stopAsked ends the timeline because the launcher asks for it, and returns the file of this rank, or "" if
+// there was no timeline.
+func (t *timelines) stopAsked() (file string, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	file = t.file()
+	return file, t.stop()
+}
+
+// absolute returns the absolute form of a path, or the path itself if the working directory is not known.
+func absolute(path string) string {
+	if whole, err := filepath.Abs(path); err == nil {
+		return whole
+	}
+	return path
+}
+
 // pathOfEpoch returns the path of the timeline of an epoch. The path differs from epoch to epoch, so that no
 // epoch overwrites the timeline of an earlier one.
 func pathOfEpoch(path string, epoch uint64) string {
@@ -196,59 +247,4 @@ func beforeExt(path, text string) string {
 		ext += ".gz"
 	}
 	return strings.TrimSuffix(path, ext) + text + ext
-}
-
-// HandledSignal is the warning if the program has a handler for the signal of the timeline.
-const HandledSignal = "HVD_TIMELINE_SIGNAL has no effect: the program already has a handler for this signal"
-
-// followSignal starts or stops the timeline whenever the process receives the signal that the settings name.
-// A signal that arrives after followSignal has returned is not lost.
-func (t *timelines) followSignal() {
-	cfg := &t.rank.cfg
-	number := unix.SignalNum(cfg.Settings.TimelineSignal)
-	if cfg.HasHandler != nil && cfg.HasHandler(number) {
-		cfg.Log.Warn(HandledSignal)
-		return
-	}
-	got := make(chan os.Signal, 1)
-	signal.Notify(got, number)
-	t.rank.running.Go(func() {
-		defer signal.Stop(got)
-		t.toggleAt(got)
-	})
-}
-
-func (t *timelines) toggleAt(got <-chan os.Signal) {
-	for {
-		select {
-		case <-t.rank.ctx.Done():
-			return
-		case <-got:
-		}
-		if err := t.toggle(); err != nil {
-			t.rank.cfg.Log.Warn("starting or stopping the timeline by a signal failed", zap.Error(err))
-		}
-	}
-}
-
-// toggle stops the active timeline. If no timeline is active, it starts one in a file that no earlier signal
-// has used.
-func (t *timelines) toggle() error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.active != nil {
-		return t.stop()
-	}
-	set := t.rank.cfg.Settings
-	path := set.Timeline
-	if path == "" || path == config.TimelineDynamic {
-		path = "hvd-timeline.json"
-	}
-	taken := path == set.Timeline // whether Attach has started a timeline with this path
-	path = pathOfEpoch(path, t.rank.cfg.Epoch)
-	if t.started++; t.started > 1 || taken {
-		path = beforeExt(path, fmt.Sprintf("-%d", t.started))
-	}
-	t.rank.cfg.Log.Info("starting the timeline because of a signal", zap.String("file", path))
-	return t.start(path, set.TimelineMarkCycles)
 }

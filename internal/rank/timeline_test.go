@@ -4,14 +4,12 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/live"
@@ -43,95 +41,69 @@ func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	})
 }
 
-// Each timeline gets a file of its own, whether a setting or a signal has started the timeline. Timelines of
-// a later epoch do not overwrite the files of an earlier epoch.
-func TestFilesOfEpochs(t *testing.T) {
-	for name, c := range map[string]struct {
-		fromStart bool
-		want      []string
-	}{
-		"signals alone": {false, []string{"hvd-timeline-2.json", "hvd-timeline.epoch2-2.json",
-			"hvd-timeline.epoch2.json", "hvd-timeline.json"}},
-		"from the start": {true, []string{"t-1.json", "t-2.json", "t.epoch2-1.json", "t.epoch2-2.json",
-			"t.epoch2.json", "t.json"}},
-	} {
-		t.Run(name, func(t *testing.T) {
+// The launcher starts timelines with the path of the settings or with a given one. Each has files of its own,
+// no file is overwritten, and a running timeline is not replaced.
+func TestTimelinesThatTheLauncherStarts(t *testing.T) {
+	for settings, base := range map[string]string{"": "hvd-timeline", config.TimelineDynamic: "hvd-timeline", "t.json": "t"} {
+		t.Run(settings, func(t *testing.T) {
 			t.Chdir(t.TempDir())
-			set := config.Config{}
-			if c.fromStart {
-				set.Timeline = "t.json"
+			folder, err := os.Getwd()
+			if err != nil {
+				t.Fatal(err)
 			}
-			for epoch := range uint64(2) {
-				observed(t, 2, set, epoch+1, func(r *testcluster.Rank, o *Watch) {
-					times := 4 // four signals start and stop two timelines
-					if c.fromStart {
-						times++ // the first signal stops the timeline of the settings
-					}
-					for range times {
-						if err := o.timeline.toggle(); err != nil {
-							t.Error(err)
+			check := func(r *testcluster.Rank, file, want string) {
+				t.Helper()
+				want = filepath.Join(folder, want)
+				if r.Rank > 0 {
+					want = strings.TrimSuffix(want, ".json") + ".rank1.json"
+				}
+				if file != want {
+					t.Errorf("rank %d: got the file %q, want %q", r.Rank, file, want)
+				}
+			}
+			for epoch, middle := range []string{"", ".epoch2"} {
+				observed(t, 2, config.Config{Timeline: settings}, uint64(epoch+1),
+					func(r *testcluster.Rank, o *Watch) {
+						l := &o.timeline
+						start := func(question, want string) {
+							t.Helper()
+							file, err := l.startAsked(question)
+							if err != nil || file != l.file() {
+								t.Errorf("got %q, %v, and %q is written", file, err, l.file())
+							}
+							check(r, file, want)
 						}
-					}
-				})
-			}
-			for rank, part := range []string{"", ".rank1"} {
-				var want []string
-				for _, name := range c.want {
-					want = append(want, strings.TrimSuffix(name, ".json")+part+".json")
-				}
-				all, err := filepath.Glob("*.json")
-				if err != nil {
-					t.Fatal(err)
-				}
-				all = slices.DeleteFunc(all, func(name string) bool {
-					return strings.Contains(name, ".rank1") != (rank == 1)
-				})
-				slices.Sort(want)
-				if slices.Sort(all); !slices.Equal(all, want) {
-					t.Errorf("rank %d: got files %v, want %v", rank, all, want)
-				}
+						refused := func(question, want string) {
+							t.Helper()
+							if _, err := l.startAsked(question); err == nil || !strings.Contains(err.Error(), want) {
+								t.Errorf("%q: got %v, want %q", question, err, want)
+							}
+						}
+						if base == "t" {
+							refused("now ", "this rank already writes one to "+folder)
+							file, err := l.stopAsked()
+							if err != nil {
+								t.Error(err)
+							}
+							check(r, file, base+middle+".json")
+						}
+						start("now ", base+middle+"-now.json")
+						start("now ", base+middle+"-now.json") // a repetition
+						refused("later ", "this rank already writes one to "+folder)
+						if file, err := l.stopAsked(); file == "" || err != nil {
+							t.Errorf("got %q, %v, want the file", file, err)
+						}
+						if file, err := l.stopAsked(); file != "" || err != nil {
+							t.Errorf("got %q, %v, want that no timeline ended", file, err)
+						}
+						refused("now ", "exists: choose another name")
+						refused("now no/such/folder.json", "no such file or directory")
+						given := fmt.Sprintf("a name%d.json", epoch)
+						start("now "+given, given)
+					})
 			}
 		})
 	}
-}
-
-// If a signal arrives as soon as Init has returned, it starts the timeline. The test uses one processor, so
-// that no other goroutine runs between Init and the signal.
-func TestSignalAtOnce(t *testing.T) {
-	t.Chdir(t.TempDir())
-	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
-	observed(t, 1, config.Config{TimelineSignal: "SIGUSR2"}, 1, func(_ *testcluster.Rank, o *Watch) {
-		if err := unix.Kill(unix.Getpid(), unix.SIGUSR2); err != nil {
-			t.Error(err)
-		}
-		for end := time.Now().Add(time.Minute); ; runtime.Gosched() {
-			o.timeline.mu.Lock()
-			started := o.timeline.started
-			o.timeline.mu.Unlock()
-			if started > 0 {
-				break
-			}
-			if time.Now().After(end) {
-				t.Error("the signal was lost")
-				break
-			}
-		}
-	})
-}
-
-// If the settings direct the timeline to a device, a signal that restarts the timeline makes it write to the
-// same device.
-func TestSignalsAndDevices(t *testing.T) {
-	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Watch) {
-		for range 2 {
-			if err := o.timeline.toggle(); err != nil {
-				t.Error(err)
-			}
-		}
-		if o.timeline.path != os.DevNull {
-			t.Errorf("got %q, want %s", o.timeline.path, os.DevNull)
-		}
-	})
 }
 
 // If a file in the folder was written by a rank of an earlier job that had more ranks, the report says so and

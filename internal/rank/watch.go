@@ -40,8 +40,6 @@ type WatchConfig struct {
 	// Sets returns the members of each process set that exists now, by ID. It omits the global set.
 	Sets func() map[topo.ProcessSetID][]topo.Rank
 	Log  *zap.Logger
-	// HasHandler is that of Options.
-	HasHandler func(os.Signal) bool
 }
 
 // Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the requests of the
@@ -132,9 +130,6 @@ func (r *Watch) Attach(e *engine.Engine) error {
 			r.cfg.Log.Warn("starting the timeline failed", zap.Error(err))
 		}
 	}
-	if set.TimelineSignal != "" {
-		r.timeline.followSignal()
-	}
 	if r.cfg.Launcher != nil {
 		r.running.Go(r.answer)
 	}
@@ -214,6 +209,10 @@ func (r *Watch) answer() {
 			return r.state(since)
 		case joblink.Records:
 			return r.records(rest)
+		case joblink.StartTimeline:
+			return r.switched(r.timeline.startAsked(rest))
+		case joblink.StopTimeline:
+			return r.switched(r.timeline.stopAsked())
 		}
 		return nil
 	})
@@ -230,6 +229,7 @@ func (r *Watch) state(since uint64) []byte {
 	about.Pending = live.Pending(about.Pending, about.At)
 	stats := r.Stats()
 	s := live.NewRank(r.recorder.Dump(about), &stats)
+	s.Timeline = r.timeline.file()
 	r.mu.Lock()
 	if r.cfg.Rank == 0 && r.engine != nil {
 		s.Steps = r.engine.Observer().Steps(since)
@@ -291,6 +291,19 @@ func (r *Watch) endRecording(e *engine.Engine, recorder *live.Recorder) {
 		r.live = nil
 	}
 	e.Observer().Unwatch(recorder)
+}
+
+// switched returns the answer to a question about the timeline, in the encoding for the launcher.
+func (r *Watch) switched(file string, err error) []byte {
+	s := live.Switched{File: file}
+	if err != nil {
+		s.Error = err.Error()
+	}
+	text, err := json.Marshal(&s)
+	if err != nil {
+		r.cfg.Log.Warn("encoding an answer for the launcher failed", zap.Error(err))
+	}
+	return text
 }
 
 // Dump returns the operations for which the rank waits. If the flight recorder is on, it also returns the

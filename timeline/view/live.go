@@ -50,6 +50,8 @@ type State struct {
 	// others wait, or which do not answer.
 	Problems []Problem `json:"problems"`
 	Missing  []int     `json:"missing"`
+	// Timelines says which timelines the ranks write, or is "".
+	Timelines string `json:"timelines"`
 	// Columns and Rows are the table of hvdrun top.
 	Columns []string   `json:"columns"`
 	Rows    [][]string `json:"rows"`

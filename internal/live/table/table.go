@@ -474,6 +474,30 @@ func (s *States) Problems() (all []Span) {
 	return all
 }
 
+// Writers returns how many ranks write a timeline.
+func (s *States) Writers() (n int) {
+	if s.Last != nil {
+		for i := range s.Last.Processes {
+			if s.Last.Processes[i].Timeline != "" {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// Timelines returns a sentence about the timelines that the ranks write, or "" if they write none or the job
+// has ended.
+func (s *States) Timelines() string {
+	n := s.Writers()
+	if n == 0 || s.Now.End != nil {
+		return ""
+	}
+	first := slices.IndexFunc(s.Last.Processes, func(p live.Process) bool { return p.Timeline != "" })
+	p := &s.Last.Processes[first]
+	return fmt.Sprintf("%d of %d ranks write a timeline: %s to %s", n, s.Last.Size, p.Name, logs.Plain(p.Timeline))
+}
+
 // answered returns how many processes have answered.
 func answered(j *live.Job) (n int) {
 	for i := range j.Processes {

@@ -30,6 +30,11 @@ type View struct {
 	Help     bool
 	// Paused says that new states are not shown.
 	Paused bool
+	// Asked says that the user has to confirm that the timelines are to be started or stopped. Switch is
+	// called if the user does. Switched is the sentence that says what became of it.
+	Asked    bool
+	Switch   func(start bool)
+	Switched string
 }
 
 // maxFilter is the maximum length of the filter.
@@ -44,6 +49,7 @@ var help = []string{
 	"  / or F4          show only rows that contain a text; Enter keeps it, Esc shows all rows",
 	"  h                one row for each host, or for each process",
 	"  Space            stop and continue the updates",
+	"  t                start timelines at all ranks, or stop them, after a question",
 	"  ? or F1          this help",
 	"",
 	"Columns, over the last 5 s",
@@ -68,13 +74,23 @@ func (v *View) Key(key string, s *States) bool {
 		v.typed(key)
 		return key != "ctrl+c"
 	}
+	if v.Asked {
+		if v.Asked = false; key == "y" || key == "Y" {
+			v.Switched = "Waiting for the ranks."
+			v.Switch(s.Writers() == 0)
+			return true
+		}
+	}
 	switch key {
 	case "q", "Q", "f10", "ctrl+c":
 		return false
+	case "t", "T":
+		v.Help, v.Switched = false, ""
+		v.Asked = s.Last != nil && s.Last.What == live.Ranks && s.Now.End == nil
 	case "?", "f1":
 		v.Help = !v.Help
 	case "esc":
-		v.Help, v.Filter = false, ""
+		v.Help, v.Filter, v.Switched = false, "", ""
 	case "/", "f4", "\\":
 		v.Help, v.Typing = false, true
 	case "h", "H":
@@ -199,7 +215,7 @@ func (v *View) Lines(s *States) []Line {
 		for _, text := range help {
 			lines = append(lines, Line{{text, Normal}})
 		}
-		return v.fit(append(lines, v.foot()))
+		return v.fit(append(lines, v.foot(s)))
 	}
 	for i, p := range s.Problems() {
 		if i == maxProblems {
@@ -208,6 +224,11 @@ func (v *View) Lines(s *States) []Line {
 		}
 		for _, text := range wrap(p.Text, v.Width, maxWrapped) {
 			lines = append(lines, Line{{text, p.Style}})
+		}
+	}
+	for _, text := range []string{s.Timelines(), v.Switched} {
+		for _, text := range wrap(logs.Plain(text), v.Width, maxWrapped) {
+			lines = append(lines, Line{{text, Normal}})
 		}
 	}
 	columns := v.columns(s)
@@ -227,7 +248,7 @@ func (v *View) Lines(s *States) []Line {
 	for len(lines) < v.Height-1 {
 		lines = append(lines, nil)
 	}
-	return v.fit(append(lines, v.foot()))
+	return v.fit(append(lines, v.foot(s)))
 }
 
 const (
@@ -302,11 +323,18 @@ func (v *View) line(columns []column, k *row) Line {
 }
 
 // foot returns the last line.
-func (v *View) foot() Line {
+func (v *View) foot(s *States) Line {
 	if v.Typing {
 		return Line{{"Filter: " + v.Filter + "_", Strong}}
 	}
-	text := "q quit  ? help  / filter  < > sort  I invert  h hosts  Space pause"
+	if v.Asked {
+		what := "start"
+		if s.Writers() > 0 {
+			what = "stop"
+		}
+		return Line{{"Press y to " + what + " the timelines of all ranks, or another key to leave them.", Strong}}
+	}
+	text := "q quit  ? help  / filter  < > sort  I invert  h hosts  t timelines  Space pause"
 	if v.Filter != "" {
 		text = fmt.Sprintf("filter %q (Esc: all)  ", v.Filter) + text
 	}

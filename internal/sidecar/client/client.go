@@ -803,11 +803,3 @@ func ranksOf(all []int32) []topo.Rank {
 	}
 	return out
 }
-
-// Signal sends a signal to the sidecar, if the client has started it.
-func (c *Client) Signal(s os.Signal) error {
-	if c.child == nil {
-		return nil
-	}
-	return c.child.cmd.Process.Signal(s)
-}

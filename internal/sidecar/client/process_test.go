@@ -124,7 +124,7 @@ func TestDeath(t *testing.T) {
 			for range waiters {
 				<-begun
 			}
-			if err := clients[1].Signal(syscall.SIGKILL); err != nil {
+			if err := syscall.Kill(clients[1].Pid(), syscall.SIGKILL); err != nil {
 				panic(err)
 			}
 			return

@@ -17,6 +17,7 @@ function now(s) {
     $('live-problems').dataset.text = problems;
     $('live-problems').replaceChildren(...all.map(p => el('li', { class: 'alarm' }, plain(p.text))));
   }
+  $('live-timelines').textContent = plain(s.timelines);
   const missing = new Set(s.missing ?? []);
   $('live-table').replaceChildren(
     el('thead', {}, el('tr', {}, ...(s.columns ?? []).map(c => el('th', { scope: 'col' }, c)))),
