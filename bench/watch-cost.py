@@ -1,21 +1,26 @@
 #!/usr/bin/env python3
-"""Measures the cost of the timeline, the metrics, the flight recorder and the negotiation, in steps over ResNet-50's
-gradients. Steps with one of the first three, and steps of the backend without negotiation, are compared with steps with
-none of the three.
+"""Measures the cost of the timeline, the metrics, the flight recorder, the page of a running job and the negotiation,
+in steps over ResNet-50's gradients. Steps with one of the first four, and steps of the backend without negotiation, are
+compared with steps with none of them.
 
-    bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS]]]
+    bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS [WAY ...]]]]
+    bench/watch-cost.py 30 400 2 "none again" viewer           the page only; 5 minutes
 
-In each round hvdbench runs once in each way, in random order, and each run is a job of its own. The time of a run is
+In each round hvdbench runs once in each WAY, by default in all of them, in random order, and each run is a job of its own. The time of a run is
 the median of its steps. In each round, it is divided by the time of the run with none of the three, if the state of the
 cores was the same (cores.py). For each state and way, the script prints the median of these ratios over the rounds, and
 the 95 % confidence interval of their mean (Student's t on logarithms). In the runs with metrics, the metrics of all ranks
-are read twice a second.
+are read twice a second. In the runs with a viewer, hvdrun serves the page (--view) and the script follows the job as an
+open page does: it reads the stream of states, and the report and the pictures of each new one.
 """
 
 import csv
+import http.cookiejar
+import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -32,6 +37,7 @@ WAYS = {
     "timeline": NONE | {"HOROVOD_TIMELINE": "t.json"},
     "metrics": NONE,
     "flight recorder": {},
+    "viewer": NONE,
     "backend only": NONE,
 }
 PORT = 19100
@@ -51,29 +57,68 @@ def scrape(ended):
     return times
 
 
+def look(errors, seen):
+    """Follows a job as its page does until the job ends. errors is hvdrun's standard error, which has the address of the
+    page. The number of operations in each report goes to the list seen.
+    """
+    address = next((m[0] for line in errors if (m := re.search(r"http://\S+", line))), None)
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
+    try:
+        opener.open(address, timeout=10).close()
+        base, last = address.partition("?")[0], None
+        for line in opener.open(base + "live", timeout=10):
+            if not line.startswith(b"data: "):
+                continue
+            name = json.loads(line[6:])["run"]
+            for part in ("report?", "grid?name=held&") if name != last else ():
+                with opener.open(f"{base}data/{part}run={name}", timeout=10) as answer:
+                    body = answer.read()
+                if part == "report?":
+                    seen.append(json.loads(body)["operations"])
+            last = name
+    except (OSError, TypeError):
+        pass  # the job has ended, and its page with it
+    for _ in errors:
+        pass
+
+
 def run(way, programs, iterations, ranks):
     with tempfile.TemporaryDirectory() as folder:
         command = [os.path.join(programs, "hvdrun"), "-np", str(ranks), "--tag-output=false"]
+        if way == "viewer":
+            command.append("--view")
         if way == "metrics":
             command += ["--metrics-addr", f"127.0.0.1:{PORT}"]
         command += [os.path.join(programs, "hvdbench"), "--workload", "resnet50", "-n", str(iterations), "-w", "10", "--format", "csv"]
         if way == "backend only":
             command.append("--raw")
-        ended, scraped = threading.Event(), []
+        ended, scraped, seen = threading.Event(), [], []
         scraper = threading.Thread(target=lambda: scraped.append(scrape(ended)))
         if way == "metrics":
             scraper.start()
         try:
-            out = subprocess.run(command, cwd=folder, env=os.environ | WAYS[way], check=True, capture_output=True, timeout=300).stdout
+            with subprocess.Popen(command, cwd=folder, env=os.environ | WAYS[way] | {"XDG_RUNTIME_DIR": folder}, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, text=True) as job:
+                if way == "viewer":
+                    looker = threading.Thread(target=look, args=(job.stderr, seen))
+                    looker.start()
+                    out = job.stdout.read()
+                    looker.join()
+                else:
+                    out, _ = job.communicate(timeout=300)
+            if job.returncode:
+                sys.exit(f"watch-cost: {way}: hvdrun ended with status {job.returncode}")
         finally:
             ended.set()
             if way == "metrics":
                 scraper.join()
         if way == "metrics" and not scraped[0]:
             sys.exit("watch-cost: the metrics could not be read")
+        if way == "viewer" and not any(seen):
+            sys.exit(f"watch-cost: the page has shown no operation: {seen}")
         if way == "timeline" and len(os.listdir(folder)) != ranks:
             sys.exit(f"watch-cost: the timelines are {os.listdir(folder)}")
-        rows = csv.DictReader(line for line in out.decode().splitlines() if not line.startswith("#"))
+        rows = csv.DictReader(line for line in out.splitlines() if not line.startswith("#"))
         return float(next(rows)["p50_us"])
 
 
@@ -83,7 +128,7 @@ def t_quantile(df):
     return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
 
 
-def table(results):
+def table(results, ways):
     """Yields the lines with the results in each state."""
     yield f"cores: {results.summary()}"
     for state in results.states():
@@ -91,7 +136,7 @@ def table(results):
         if not times:
             continue
         yield f"{cores.STATES[state]}; none: {statistics.median(times) / 1000:.2f} ms a step ({min(times) / 1000:.2f} to {max(times) / 1000:.2f})"
-        for way in WAYS:
+        for way in ways:
             logs = [math.log(ratio) for ratio in results.ratios(state, way, "none")]
             if way == "none" or len(logs) < 2:
                 continue
@@ -102,18 +147,22 @@ def table(results):
 
 
 def main():
-    rounds, iterations, ranks = (int(a) for a in (sys.argv[1:] + ["30", "60", "2"][len(sys.argv) - 1:]))
+    given = sys.argv[1:]
+    rounds, iterations, ranks = (int(a) for a in (given[:3] + ["30", "60", "2"][len(given[:3]):]))
+    ways = ["none"] + [w for w in given[3:] or WAYS if w != "none"]
+    if unknown := set(ways) - set(WAYS):
+        sys.exit(f"watch-cost: got the ways {', '.join(sorted(unknown))}, want some of {', '.join(WAYS)}")
     with tempfile.TemporaryDirectory() as programs:
         subprocess.run(["go", "build", "-o", programs + "/", "./cmd/hvdrun", "./cmd/hvdbench"], cwd=cores.ROOT, check=True)
         watch = cores.Watch()
         for n in range(rounds):
-            for way in random.sample(list(WAYS), len(WAYS)):
+            for way in random.sample(ways, len(ways)):
                 us, state = watch.run(lambda way=way: run(way, programs, iterations, ranks))
                 watch.add(state, n, {way: us})
             print(f"\rround {n + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print(f"{ranks} ranks, {rounds} rounds of {iterations} steps")
-    print(*table(watch), sep="\n")
+    print(*table(watch, ways), sep="\n")
 
 
 if __name__ == "__main__":

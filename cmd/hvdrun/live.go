@@ -203,8 +203,7 @@ func (l *liveJob) handler() http.Handler {
 	return paths
 }
 
-// records sends a JSON object with the live.Records of ranks, by their numbers. It lacks ranks that have not
-// answered.
+// records sends the live.Records of ranks, as EncodeAnswers encodes them. It lacks ranks that have not answered.
 func (l *liveJob) records(w http.ResponseWriter, req *http.Request) {
 	question := joblink.Records
 	var of []topo.Rank
@@ -220,18 +219,18 @@ func (l *liveJob) records(w http.ResponseWriter, req *http.Request) {
 			question, of = fmt.Sprintf("%s %d:%d", question, rank, from), append(of, topo.Rank(rank))
 		}
 	}
-	answers := make(map[int]json.RawMessage)
+	var answers map[int][]byte
 	if l.nodes == nil && len(of) > 0 {
 		ctx, cancel := context.WithTimeout(req.Context(), lookTime)
 		defer cancel()
-		all, _, _ := l.reports.ranks.Ask(ctx, question, of...) // an error means that the job is over
-		for rank, text := range all {
-			if json.Valid(text) {
-				answers[rank] = text
-			}
-		}
+		answers, _, _ = l.reports.ranks.Ask(ctx, question, of...) // an error means that the job is over
 	}
-	_ = json.NewEncoder(w).Encode(answers) // fails only if the reader is gone
+	text, err := live.EncodeAnswers(answers)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	_, _ = w.Write(text) // fails only if the reader is gone
 }
 
 // stream sends a state at once and after each interval, and the last one when the job has ended.

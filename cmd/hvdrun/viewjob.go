@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"sync"
@@ -59,8 +60,9 @@ func (r *runner) viewJob(ctx context.Context, given *viewFlags, args []string) e
 	return r.servePage(ctx, given, listener, newServer, func(ctx context.Context) { followJob(ctx, j, l) })
 }
 
-// closeTime is how long the end of hvdrun --view waits until open pages have received the end of the job.
-const closeTime = 2 * time.Second
+// closeTime is how long the end of hvdrun --view waits until open pages have received the end of the job,
+// with an analysis of what was recorded.
+const closeTime = 5 * time.Second
 
 // viewOwn serves the page of the job that hvdrun runs, if --view asks for it. The socket of the job is in the
 // folder. done is called after the end of the job, and waits for a short time until open pages show it.
@@ -130,6 +132,7 @@ func sizeOf(about *live.About) int {
 // is open; otherwise it only waits for the end.
 func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 	var history table.History
+	var next time.Time // when the ranks may be asked for records again
 	size, ended := 0, false
 	show := func(u update, all map[int]*live.Records) {
 		s := table.States{Note: u.note, At: time.Now()}
@@ -153,8 +156,9 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 		}
 		j.follow(watched, viewInterval, func(u update) bool {
 			var all map[int]*live.Records
-			if u.job != nil && u.job.End == nil {
+			if u.job != nil && u.job.End == nil && !time.Now().Before(next) {
 				all, _ = j.records(watched, recordedRanks(u.job, l)) // without them, the page shows the state
+				next = time.Now().Add(restAfter(all))
 			}
 			show(u, all)
 			return true
@@ -167,6 +171,28 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 	if last := <-end; last != nil {
 		show(update{job: last}, nil)
 	}
+}
+
+// recordTime is about how long a record of a tensor keeps a processor of this host busy: at the rank that
+// sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's processors that may
+// take: one of so many.
+const (
+	recordTime  = 3 * time.Microsecond
+	shareOfHost = 100
+)
+
+// restAfter returns for how long the ranks are not asked again after they have sent records. The processors of
+// the host belong to the training.
+func restAfter(all map[int]*live.Records) time.Duration {
+	n := 0
+	for _, r := range all {
+		for i := range r.Entries {
+			if o := r.Entries[i].Operation; o != nil {
+				n += len(o.Records)
+			}
+		}
+	}
+	return time.Duration(n) * recordTime * shareOfHost / time.Duration(runtime.GOMAXPROCS(0))
 }
 
 // recordedRanks returns the first entries that are wanted of the ranks whose operations the page shows: rank

@@ -162,7 +162,12 @@ func TestRecordsForAReader(t *testing.T) {
 			if text == nil {
 				return nil
 			}
-			all, err := live.DecodeRecords(fmt.Appendf(nil, `{"%d":%s}`, r.Rank, text))
+			answers, err := live.EncodeAnswers(map[int][]byte{int(r.Rank): text})
+			if err != nil {
+				t.Error(err)
+				return nil
+			}
+			all, err := live.DecodeRecords(answers)
 			if err != nil {
 				t.Error(err)
 				return nil

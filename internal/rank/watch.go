@@ -274,7 +274,7 @@ func (r *Watch) records(question string) []byte {
 	r.mu.Unlock()
 	recorded.Rank, recorded.Size, recorded.Epoch = r.cfg.Rank, r.cfg.Size, r.cfg.Epoch
 	recorded.Host, recorded.Clock, recorded.Sets = r.cfg.Host, e.Clock(), r.cfg.Sets()
-	text, err := json.Marshal(recorded)
+	text, err := recorded.Encode()
 	if err != nil {
 		r.cfg.Log.Warn("encoding the operations for the launcher failed", zap.Error(err))
 		return nil

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -16,9 +17,11 @@ import (
 
 const (
 	// liveWindow and maxLiveBytes limit what is kept of the operations of a running job: by time, and by the
-	// sizes of the entries of all ranks (live.Entry.Size).
+	// sizes of the entries of all ranks (live.Entry.Size). If the analysis takes long, at least minLiveBytes
+	// are kept.
 	liveWindow   = time.Minute
 	maxLiveBytes = 24 << 20
+	minLiveBytes = 3 << 20
 	// Versions are kept so that a page can load what belongs to one of them: at least minMoments, and at
 	// most maxMoments if they do not have more than maxMomentOps operations together. maxPinned limits those
 	// that are kept longer, because a page that does not follow the job any more may show them.
@@ -27,9 +30,11 @@ const (
 	// maxStreams limits the pages that follow a job at a time. A browser opens at most six connections to a
 	// host, and the pages need some for their data.
 	maxStreams = 4
-	// restFactor limits the time that the analysis takes: after one that took some time, the next one begins
-	// after this many times as long. hvdrun --view runs on the host of the training.
-	restFactor = 9
+	// shareOfHost limits the time that the analysis takes: one of so many parts of the time of the host's
+	// processors, and at most a tenth of one processor. hvdrun view runs on the host of the training.
+	// maxRestTime is the time between two analyses above which fewer operations are kept.
+	shareOfHost = 100
+	maxRestTime = 2 * time.Second
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
 	streamTime = 10 * time.Second
 	// restTime is for how long a job is still followed after the last page has gone, so that a page that is
@@ -75,6 +80,7 @@ type Live struct {
 	answered time.Time
 	stale    bool
 	next     time.Time
+	room     int // the sizes of the entries that are kept, at most
 
 	mu       sync.Mutex
 	state    State
@@ -102,6 +108,7 @@ type recorded struct {
 // NewLive returns a job of which nothing is known yet.
 func NewLive(title string, options report.Options, size int) (*Live, error) {
 	l := &Live{title: title, options: options, changed: make(chan struct{}), stale: true,
+		room:  maxLiveBytes,
 		ranks: make(map[int]*recorded)}
 	return l, l.Update(size, State{Verdict: "Waiting for the first answer of the job."}, nil)
 }
@@ -214,7 +221,7 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 			return fmt.Errorf("analyse the operations of a running job: %w", err)
 		}
 		run.live, l.stale = true, false
-		l.next = time.Now().Add(restFactor * time.Since(begun))
+		l.rest(time.Since(begun))
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -224,6 +231,29 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 	l.state, l.states = s, l.states+1
 	l.signal()
 	return nil
+}
+
+// rest sets when the next analysis may begin, after one that took some time, and how much it may have to
+// analyse.
+func (l *Live) rest(took time.Duration) {
+	rest := took * time.Duration(max(shareOfHost/runtime.GOMAXPROCS(0), 10)-1)
+	l.next = time.Now().Add(rest)
+	switch size := l.bytes(); {
+	case rest > maxRestTime:
+		l.room = max(int(float64(size)*float64(maxRestTime)/float64(rest)), minLiveBytes)
+	case rest < maxRestTime/2:
+		l.room = min(l.room+l.room/4, maxLiveBytes)
+	}
+}
+
+// bytes returns the size of the entries that are kept.
+func (l *Live) bytes() (size int) {
+	for _, r := range l.ranks {
+		for i := range r.Entries {
+			size += r.Entries[i].Size()
+		}
+	}
+	return size
 }
 
 // append adds a version, and drops those for which there is no room. The caller holds mu.
@@ -308,17 +338,14 @@ func (l *Live) limit(window time.Duration) {
 	age := func(r *recorded, i int) time.Duration {
 		return newest.Sub(r.grown) + at(&r.Entries[len(r.Entries)-1]) - at(&r.Entries[i])
 	}
-	size, oldest := 0, time.Duration(0)
+	size, oldest := l.bytes(), time.Duration(0)
 	for _, r := range l.ranks {
-		for i := range r.Entries {
-			size += r.Entries[i].Size()
-		}
 		if len(r.Entries) > 0 {
 			oldest = max(oldest, age(r, 0))
 		}
 	}
-	if size > maxLiveBytes {
-		window = min(window, time.Duration(float64(oldest)*float64(maxLiveBytes)/float64(size)))
+	if size > l.room {
+		window = min(window, time.Duration(float64(oldest)*float64(l.room)/float64(size)))
 	}
 	for rank, r := range l.ranks {
 		n := 0

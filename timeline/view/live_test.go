@@ -46,7 +46,13 @@ func (j testJob) records(t *testing.T, ranks ...int) (all map[int]*live.Records,
 		r.Rank, r.Size, r.Host, r.Epoch, r.Clock = rank, j.ranks, "h", 1, trace.Clock{Domain: "d"}
 		all[rank] = r
 	}
-	text, err := json.Marshal(all) // as the ranks send it
+	answers := make(map[int][]byte) // as the ranks send them
+	for rank, r := range all {
+		if answers[rank], err = r.Encode(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	text, err := live.EncodeAnswers(answers)
 	if err == nil {
 		all, err = live.DecodeRecords(text)
 	}
@@ -159,13 +165,9 @@ func TestOldEntriesAreForgotten(t *testing.T) {
 			r.Entries = append(r.Entries, live.Entry{Operation: &op})
 		}
 	}
+	l.room = maxLiveBytes // whatever the analyses before have taken
 	l.update(t, 4, State{}, many)
-	size := 0
-	for _, r := range l.ranks {
-		for i := range r.Entries {
-			size += r.Entries[i].Size()
-		}
-	}
+	size := l.bytes()
 	if size > maxLiveBytes+4*8<<10 || size < maxLiveBytes/2 {
 		t.Errorf("got entries of %d bytes, want at most %d", size, maxLiveBytes)
 	}
@@ -244,6 +246,16 @@ func TestAnalysisIsLimited(t *testing.T) {
 	n, first := update(State{}, part(all, 0, 10))
 	if n != 40 || !l.next.After(time.Now().Add(-time.Minute)) {
 		t.Errorf("got %d operations, and the next analysis at %v", n, l.next)
+	}
+	l.rest(maxRestTime)
+	if rest := time.Until(l.next); rest < 9*maxRestTime || l.room != minLiveBytes {
+		t.Errorf("after a long analysis: got a pause of %v and room for %d bytes, want %d", rest, l.room, minLiveBytes)
+	}
+	for range 20 {
+		l.rest(time.Microsecond)
+	}
+	if l.room != maxLiveBytes {
+		t.Errorf("after short ones: got room for %d bytes, want %d", l.room, maxLiveBytes)
 	}
 	l.next = time.Time{}
 	if _, version := update(State{}, nil); version != first {
