@@ -3,6 +3,7 @@ package e2e
 import (
 	"bufio"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/http/cookiejar"
 	"os"
@@ -132,13 +133,14 @@ func TestViewOfARunningJob(t *testing.T) {
 	}
 }
 
-// hvdrun view shows a stall with its tensor and the missing rank, and stays when the job has ended.
+// hvdrun view shows a stall with its tensor and the missing rank, and processes that are stopped, and stays
+// when the job has ended.
 func TestViewOfAStall(t *testing.T) {
 	t.Parallel()
 	xdg := t.TempDir()
 	j := startHvdrun(t, nil, []string{"-np", "4", "--stall-check-warning-time-seconds", "2"}, "stalls",
 		"XDG_RUNTIME_DIR="+xdg, "HVD_LIVENESS_SECONDS=300")
-	j.ready(4)
+	pids := j.ready(4)
 	v := exec.CommandContext(t.Context(), hvdrunPath, "view")
 	v.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+xdg, "TMPDIR="+xdg)
 	out, err := v.StdoutPipe()
@@ -159,6 +161,21 @@ func TestViewOfAStall(t *testing.T) {
 	})
 	if len(s.Missing) != 1 || s.Missing[0] != 2 {
 		t.Errorf("got the missing ranks %v, want 2", s.Missing)
+	}
+	// The page survives that a rank or hvdrun is stopped.
+	for _, c := range []struct {
+		pid  int
+		what string
+	}{{pids[1], "is stopped by a signal"}, {j.cmd.Process.Pid, "has not answered for"}} {
+		says := func(s *view.State) bool { return strings.Contains(fmt.Sprint(s.Rows, s.Problems), c.what) }
+		if err := unix.Kill(c.pid, unix.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		p.until("a stopped process", says)
+		if err := unix.Kill(c.pid, unix.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+		p.until("that it goes on", func(s *view.State) bool { return !says(s) })
 	}
 	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)

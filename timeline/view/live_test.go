@@ -4,13 +4,16 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"io"
 	"maps"
 	"math"
+	"net"
 	"net/http"
 	"net/http/cookiejar"
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -423,6 +426,79 @@ func TestStream(t *testing.T) {
 	if n, status := operations(last.Run); n != 120 || status != http.StatusOK {
 		t.Errorf("got %d operations and status %d of the last version of the page, want 120", n, status)
 	}
+}
+
+// relay passes connections on to an address until cut is called, and again after restore.
+type relay struct {
+	net.Listener
+	mu   sync.Mutex
+	off  bool
+	open []net.Conn
+}
+
+func relayTo(t *testing.T, address string) *relay {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &relay{Listener: l}
+	t.Cleanup(func() {
+		l.Close()
+		r.set(true)
+	})
+	go func() {
+		for {
+			from, err := l.Accept()
+			if err != nil {
+				return
+			}
+			to, err := net.Dial("tcp", address)
+			r.mu.Lock()
+			if err != nil || r.off {
+				from.Close()
+			} else {
+				go io.Copy(from, to)
+				go io.Copy(to, from)
+			}
+			r.open = append(r.open, from, to)
+			r.mu.Unlock()
+		}
+	}()
+	return r
+}
+
+// set cuts the connections, and refuses new ones, or allows them.
+func (r *relay) set(off bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.off = off
+	for _, c := range r.open {
+		if off && c != nil {
+			c.Close()
+		}
+	}
+}
+
+// The page of a running job survives that the connection to hvdrun breaks.
+func TestPageConnectsAgain(t *testing.T) {
+	all, _ := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	url := serveLive(t, l).URL()
+	address := strings.TrimPrefix(url[:strings.LastIndex(url, "/")], "http://")
+	r := relayTo(t, address)
+	p := openTab(t, strings.Replace(url, address, r.Addr().String(), 1))
+	p.ready()
+	l.update(t, 4, State{Verdict: "before"}, part(all, 0, 60))
+	p.wait(`document.getElementById("numbers").innerText.includes("240 operations")`)
+	r.set(true)
+	p.wait(`document.getElementById("live-note").textContent === "The connection to hvdrun is broken. Trying again."`)
+	l.update(t, 4, State{Verdict: "after", Timelines: "4 of 4 ranks write a timeline"},
+		part(all, 60, len(all[0].Entries)))
+	r.set(false)
+	p.wait(`document.getElementById("live-verdict").innerText === "after" && document.getElementById("numbers").innerText.includes("480 operations")`)
+	p.wait(`document.getElementById("live-timelines").innerText === "4 of 4 ranks write a timeline"`)
+	p.wait(`document.getElementById("live-note").textContent.startsWith("The numbers below")`)
 }
 
 // The page follows a running job, shows in red which rank is missing, pauses, and stays with the verdict.
