@@ -225,6 +225,9 @@ func stateOf(s *table.States) view.State {
 		}
 	}
 	state.Timelines = s.Timelines()
+	for _, e := range s.Epochs {
+		state.Epochs = append(state.Epochs, e.Text())
+	}
 	state.Columns, state.Rows = s.Cells()
 	return state
 }

@@ -165,6 +165,7 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 	write("t.rank1.json", rankID{rank: 1, size: 2, domain: "a", epoch: 2, segment: 1, start: now})
 	write("t.rank1.7.json", rankID{rank: 1, size: 2, domain: "a", epoch: 2, segment: 1, start: now})
 	write("t.rank3.json", rankID{rank: 3, size: 4, domain: "a", epoch: 2})
+	write("t.rank4.json", rankID{rank: 4, size: 4, domain: "a", epoch: 2})
 	write("t.rank2.json", rankID{rank: 0, size: 2, domain: "a", epoch: 1})
 	write("u.json", rankID{rank: 0, size: 9, domain: "a", epoch: 1, start: now + 1})
 	put(t, dir, "t.rank9.json", "not a timeline")
@@ -175,7 +176,8 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 	}
 	text := strings.Join(r.Problems, "\n")
 	for _, want := range []string{"t.rank1.json is left out: another file is already segment 1 of rank 1",
-		"t.rank3.json is left out: it is of another job", "t.rank2.json is left out: it is of another job",
+		"t.rank2.json is left out: it is of another epoch or job, with epoch 1 and 2 ranks, but ",
+		"t.rank3.json and 1 more are left out: they are of another epoch or job, with epoch 2 and 4 ranks, but ",
 		`t.rank9.json: byte 1: invalid character 'o'`, "6 operations are missing in the files"} {
 		if !strings.Contains(text, want) &&
 			!strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment",

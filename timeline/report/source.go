@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -336,11 +337,13 @@ func (j *Job) arrange(sources []*source) {
 			named = s
 		}
 	}
+	type part struct{ epoch, size int64 }
+	others := make(map[part][]string) // the files of other epochs or jobs
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
 		case s.epoch != newest.epoch || s.size != newest.size:
-			j.problemf("%s is left out: it is of another job, with epoch %d and %d ranks, but %s has epoch %d and %d ranks",
-				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
+			of := part{s.epoch, int64(s.size)}
+			others[of] = append(others[of], s.path)
 			continue
 		case s.job != named.job && s.job != "" && named.job != "":
 			j.problemf("%s is left out: it is of another job, whose rank started at %s, but the rank of %s started at %s", s.path,
@@ -355,6 +358,17 @@ func (j *Job) arrange(sources []*source) {
 		default:
 			j.ranks[last].segments = append(j.ranks[last].segments, s)
 		}
+	}
+	for _, of := range slices.SortedFunc(maps.Keys(others), func(a, b part) int {
+		return cmp.Or(cmp.Compare(a.epoch, b.epoch), cmp.Compare(a.size, b.size))
+	}) {
+		files := others[of]
+		is := " is left out: it is"
+		if len(files) > 1 {
+			is = fmt.Sprintf(" and %d more are left out: they are", len(files)-1)
+		}
+		j.problemf("%s%s of another epoch or job, with epoch %d and %d ranks, but %s has epoch %d and %d ranks",
+			files[0], is, of.epoch, of.size, newest.path, newest.epoch, newest.size)
 	}
 	j.setClocks()
 }

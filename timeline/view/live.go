@@ -57,6 +57,8 @@ type State struct {
 	Missing  []int     `json:"missing"`
 	// Timelines says which timelines the ranks write, or is "".
 	Timelines string `json:"timelines"`
+	// Epochs has a sentence for each time at which the ranks have changed, the newest first.
+	Epochs []string `json:"epochs"`
 	// Columns and Rows are the table of hvdrun top.
 	Columns []string   `json:"columns"`
 	Rows    [][]string `json:"rows"`

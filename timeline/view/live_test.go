@@ -493,11 +493,11 @@ func TestPageConnectsAgain(t *testing.T) {
 	p.wait(`document.getElementById("numbers").innerText.includes("240 operations")`)
 	r.set(true)
 	p.wait(`document.getElementById("live-note").textContent === "The connection to hvdrun is broken. Trying again."`)
-	l.update(t, 4, State{Verdict: "after", Timelines: "4 of 4 ranks write a timeline"},
+	l.update(t, 4, State{Verdict: "after", Timelines: "4 of 4 ranks write a timeline", Epochs: []string{"Since 1: 4 ranks", "older"}},
 		part(all, 60, len(all[0].Entries)))
 	r.set(false)
 	p.wait(`document.getElementById("live-verdict").innerText === "after" && document.getElementById("numbers").innerText.includes("480 operations")`)
-	p.wait(`document.getElementById("live-timelines").innerText === "4 of 4 ranks write a timeline"`)
+	p.wait(`document.getElementById("live-timelines").innerText + document.getElementById("live-epochs").innerText === "4 of 4 ranks write a timelineSince 1: 4 ranks\nolder"`)
 	p.wait(`document.getElementById("live-note").textContent.startsWith("The numbers below")`)
 }
 

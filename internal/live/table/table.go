@@ -56,6 +56,8 @@ type States struct {
 	Now, Before, Last *live.Job
 	// Steps are the last steps.
 	Steps live.StepSummary
+	// Epochs says when the ranks have changed, the newest change first.
+	Epochs []Epoch
 	// Note is a sentence about the connection to the job, or "".
 	Note string
 	// At is the time of the newest state or, while none arrives, the time at which Note was made.
@@ -73,12 +75,47 @@ const (
 type History struct {
 	past  []*live.Job
 	steps []trace.Step
+	// The last epoch that was seen has so many ranks. epochs has those after the first one, the newest first.
+	epoch  uint64
+	size   int
+	epochs []Epoch
+}
+
+// Epoch is an epoch that has begun while the job was watched, such as a generation of an elastic job.
+type Epoch struct {
+	// Number is the number of the epoch, and Seen when it was first seen.
+	Number uint64
+	Seen   time.Time
+	// Size and Before are the numbers of ranks in it and in the epoch before.
+	Size, Before int
+}
+
+// Text returns a sentence about the epoch.
+func (e *Epoch) Text() string {
+	return fmt.Sprintf("Since %s: %d ranks (epoch %d), before %d.", e.Seen.Format("15:04:05"), e.Size, e.Number,
+		e.Before)
+}
+
+// maxEpochs is the number of epochs that are kept.
+const maxEpochs = 8
+
+// noteEpoch adds the epoch of a state if it is a new one.
+func (h *History) noteEpoch(j *live.Job) {
+	n := epochOf(j)
+	if n == 0 {
+		return // no rank has answered
+	}
+	if h.epoch > 0 && n != h.epoch {
+		h.epochs = append([]Epoch{{n, j.Time, j.Size, h.size}}, h.epochs[:min(len(h.epochs), maxEpochs-1)]...)
+	}
+	h.epoch, h.size = n, j.Size
 }
 
 // Add adds a state and returns the states to show.
 func (h *History) Add(j *live.Job) States {
 	s := States{Now: j, Last: j, At: j.Time}
 	if j.End == nil {
+		h.noteEpoch(j)
 		if n := len(h.past); n > 0 && epochOf(h.past[n-1]) != epochOf(j) {
 			h.past = nil // the counters begin with 0 in each epoch
 		}
@@ -94,7 +131,7 @@ func (h *History) Add(j *live.Job) States {
 		h.steps = append(h.steps, j.Steps...)
 		h.steps = h.steps[max(len(h.steps)-maxSteps, 0):]
 	}
-	s.Steps = live.Summarize(h.steps)
+	s.Steps, s.Epochs = live.Summarize(h.steps), h.epochs
 	if n := len(h.past); n > 0 {
 		s.Last = h.past[n-1]
 		if n > 1 {

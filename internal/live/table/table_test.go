@@ -258,6 +258,11 @@ func TestHistory(t *testing.T) {
 	if s = h.Add(next); s.Before != nil || len(h.past) != 1 {
 		t.Errorf("after the beginning of an epoch: got %d states, want only the new one", len(h.past))
 	}
+	text := s.Epochs[0].Text()
+	if want := "Since 03:05:45: 6 ranks (epoch 2), before 6."; len(s.Epochs) != 1 || text != want ||
+		!strings.Contains(fmt.Sprint((&View{Width: 80, Height: 24}).Lines(&s)), want) {
+		t.Errorf("got %+v, want %q, also on the screen", s.Epochs, want)
+	}
 	h.Add(jobAt(110, "x", false))
 	if s = h.Add(jobAt(1000, "x", false)); s.Now.Time.Sub(s.Before.Time) < period {
 		t.Errorf("after a pause: got rates since %v", s.Before.Time)

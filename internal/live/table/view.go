@@ -282,6 +282,9 @@ func (v *View) head(s *States) []Line {
 	for _, text := range wrap(verdict.Text, v.Width, maxWrapped) {
 		lines = append(lines, Line{{text, verdict.Style}})
 	}
+	if len(s.Epochs) > 0 {
+		lines = append(lines, Line{{s.Epochs[0].Text(), Faint}})
+	}
 	return lines
 }
 

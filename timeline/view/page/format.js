@@ -47,5 +47,5 @@ export function plain(name) {
 // sentence turns a clause of the report into a sentence.
 export function sentence(clause) {
   const text = plain(clause);
-  return text && text[0].toUpperCase() + text.slice(1) + '.';
+  return text && (/^\S*[./]\S/.test(text) ? text[0] : text[0].toUpperCase()) + text.slice(1) + '.';
 }

@@ -18,6 +18,7 @@ function now(s) {
     $('live-problems').replaceChildren(...all.map(p => el('li', { class: 'alarm' }, plain(p.text))));
   }
   $('live-timelines').textContent = plain(s.timelines);
+  $('live-epochs').replaceChildren(...(s.epochs ?? []).map(text => el('li', {}, plain(text))));
   const missing = new Set(s.missing ?? []);
   $('live-table').replaceChildren(
     el('thead', {}, el('tr', {}, ...(s.columns ?? []).map(c => el('th', { scope: 'col' }, c)))),
