@@ -22,6 +22,9 @@ const (
 	maxWaits = 1 << 15
 	// maxEnds is the number of ended operations that a member remembers.
 	maxEnds = 64
+	// maxOrigins limits the number of pairs of a rank and a tensor of which is known for how long the rank held
+	// up all others from that tensor on.
+	maxOrigins = 1 << 16
 
 	never   = time.Duration(math.MinInt64)
 	forever = time.Duration(math.MaxInt64)
@@ -74,6 +77,9 @@ type Late struct {
 	// waits has the waits that are not in held and any yet, because these must get them in the order in
 	// which they ended. It also has the steps and the spans that are not counted yet.
 	waits []wait
+	// origins has the parts of the time after the start-up for which ranks held up all others, by the tensor
+	// for which the others waited first.
+	origins map[origin]time.Duration
 	// steps is the table of the steps after the start-up. programs has what is known of the programs, by
 	// rank. waitsKnown is set if the files show waits for results.
 	steps      steps
@@ -138,6 +144,11 @@ type RankLateness struct {
 	// Held is the time after the start-up for which the rank held up all others. StartupHeld is the same for
 	// the start-up.
 	Held, StartupHeld time.Duration
+	// Origin is the tensor with which most of the time Held begins, and OriginHeld is that part: the rank was
+	// late with this tensor, and the others did not wait for another one already. Origin is empty if that is
+	// not known.
+	Origin     string
+	OriginHeld time.Duration
 	// Lateness has one value for each operation: the time in ns from the first rank's submission to this
 	// rank's submission.
 	Lateness Sample
@@ -167,6 +178,12 @@ type tensor struct {
 	// overtaken is set if a rank submitted another operation while this tensor was in flight. This shows that
 	// the program goes on without waiting for this tensor.
 	overtaken bool
+}
+
+// origin is a tensor with which a rank was late.
+type origin struct {
+	rank int
+	*tensor
 }
 
 // slot is an operation for which some members have not added their records yet.
@@ -222,6 +239,7 @@ func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
 		ranks:      make(map[int]*RankLateness),
+		origins:    make(map[origin]time.Duration),
 		programs:   make(map[int]*program),
 		steadyFrom: never, startupEnd: never,
 	}
@@ -437,6 +455,11 @@ func (l *Late) Findings() *Lateness {
 			s.Held = rest[rank].Held
 		}
 		s.Doing = l.programs[rank].did(s.Held)
+		for at, held := range l.origins {
+			if at.rank == rank && (held > s.OriginHeld || held == s.OriginHeld && at.name < s.Origin) {
+				s.Origin, s.OriginHeld = at.name, held
+			}
+		}
 		f.Ranks = append(f.Ranks, s)
 	}
 	slices.SortFunc(f.Ranks, func(a, b *RankLateness) int { return cmp.Compare(a.Rank, b.Rank) })
@@ -471,6 +494,10 @@ func (l *Late) count(w wait) {
 	from, to := l.held.Add(topo.Rank(w.rank), w.others, w.asked, waited)
 	if to > from && (steady || l.steadyFrom == never) {
 		l.program(w.rank).heldUp(from, to)
+		at := origin{w.rank, w.last}
+		if _, known := l.origins[at]; w.last != nil && (known || len(l.origins) < maxOrigins) {
+			l.origins[at] += to - from
+		}
 		if step := l.steps.current(); step != nil {
 			add(&step.Held, w.rank, to-from)
 		}

@@ -97,7 +97,8 @@ type Lateness struct {
 	Startup string `json:"startup"`
 	// Gain says, in words, how much shorter a step would be without the ranks that Verdict names or, if it
 	// names none, if no rank were late. GainUS is this time per step, or in total if there are no steps.
-	// Where says in which tensor ranks waited longest, and is empty if they did not wait.
+	// Where says with which tensor the late rank is late first or, if that is not known or no rank stands out,
+	// in which tensor ranks waited longest. It is empty if they did not wait.
 	Gain   string  `json:"gain"`
 	GainUS float64 `json:"gain_us"`
 	Where  string  `json:"where"`
@@ -311,7 +312,7 @@ func (j *Job) Examine(o Options, see func(rank int, op *trace.Operation)) (*Repo
 	r.fillHosts(c.details.Ranks)
 	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(late), r.startup(late)
 	r.Lateness.Gain, r.Lateness.GainUS = r.gain(late)
-	r.Lateness.Where = r.where()
+	r.Lateness.Where = r.where(late)
 	r.Suggestions = r.suggest(c, late, o)
 	return r, &c.details.Details, nil
 }

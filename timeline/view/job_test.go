@@ -16,8 +16,8 @@ import (
 type testJob struct {
 	ranks, hosts, tensors, steps int
 	// compute is the time from the end of a step to the first gradient. Late is the rank that takes lateBy
-	// longer.
-	compute, late, lateBy int
+	// longer, before the tensor lateFrom.
+	compute, late, lateBy, lateFrom int
 	// names are the first names of the tensors. The others are called layerN.weight.
 	names []string
 }
@@ -62,17 +62,17 @@ func (j testJob) write(tb testing.TB, dir string) string {
 		}
 		now := 1000
 		for step := range j.steps {
-			// The gradients follow each other by 100 us. The late rank submits each of them lateBy after the
-			// others.
+			// The gradients follow each other by 100 us. The late rank submits each of them, from lateFrom on,
+			// lateBy after the others.
 			lane := 0
 			for i := range j.tensors {
 				usual := now + j.compute + 7*((rank*31+step*17)%13) + i*100
 				last := now + j.compute + 7*12 + i*100
 				at := usual
-				if j.lateBy > 0 {
+				if j.lateBy > 0 && i >= j.lateFrom {
 					last += j.lateBy
 				}
-				if rank == j.late {
+				if rank == j.late && i >= j.lateFrom {
 					at += j.lateBy
 				}
 				granted := last + 30

@@ -6,6 +6,7 @@ import (
 	"io"
 	"math"
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"time"
 
@@ -284,5 +285,15 @@ func TestUnusualJobs(t *testing.T) {
 				t.Error(fmt.Sprint(err, " for ", len(v.Steps), " steps"))
 			}
 		})
+	}
+}
+
+// The report names the tensor with which a rank is late first. The others wait as long for the later ones.
+func TestWhereARankIsLate(t *testing.T) {
+	j := straggler
+	j.lateFrom = 3
+	const want = "rank 2 is late with layer3.weight: "
+	if got := j.read(t).report.Lateness.Where; !strings.HasPrefix(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
