@@ -52,7 +52,7 @@ func openTab(t testing.TB, url string) *tab {
 		t.Skip("there is no Chromium: the page is not tested in a browser (Debian: chromium-headless-shell, fonts-dejavu-core)")
 	}
 	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.ExecPath(program), chromedp.NoSandbox)
-	ctx, stop := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, stop := context.WithTimeout(t.Context(), 8*time.Minute)
 	t.Cleanup(stop)
 	ctx, stop = chromedp.NewExecAllocator(ctx, options...)
 	t.Cleanup(stop)
@@ -104,7 +104,7 @@ func (p *tab) list(expression string, v any) {
 // wait waits until an expression is true.
 func (p *tab) wait(expression string) {
 	p.Helper()
-	_, err := chromedp.Run(p.ctx, chromedp.Poll[bool](expression, chromedp.WithPollingTimeout(time.Minute)))
+	_, err := chromedp.Run(p.ctx, chromedp.Poll[bool](expression, chromedp.WithPollingTimeout(4 * time.Minute)))
 	if err != nil {
 		p.noFaults()
 		p.Fatalf("%.200s: %v; the page says %q", expression, err, p.text("document.body.innerText.slice(0, 500)"))
