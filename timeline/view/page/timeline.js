@@ -352,8 +352,10 @@ function hold(c, bands, shown, parts, x, top, height) {
       c.font = '600 11px ' + font;
       c.textBaseline = 'middle';
       const from = Math.max(left, gutter());
-      text(c, 'late ' + duration(b.to - b.from), from + 4, y + p.height / 2 + 1,
-        Math.min(right, canvas().clientWidth) - from - 8);
+      const room = Math.min(right, canvas().clientWidth) - from - 8;
+      const time = duration(b.to - b.from);
+      const label = ['late ' + time, time].find(t => c.measureText(t).width <= room);
+      if (label) c.fillText(label, from + 4, y + p.height / 2 + 1);
     }
   }
 }
