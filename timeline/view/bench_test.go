@@ -12,7 +12,7 @@ import (
 )
 
 // BenchmarkFrames measures the time between frames while the timeline is zoomed and moved, the time until the
-// first picture, and the memory of the server. It prints the machine and its load. Run it with
+// first picture, and the memory of the server and of the scripts. It prints the machine and its load. Run it with
 //
 //	go test -run '^$' -bench Frames -benchtime 1x ./timeline/view
 func BenchmarkFrames(b *testing.B) {
@@ -34,6 +34,9 @@ func BenchmarkFrames(b *testing.B) {
 				var m runtime.MemStats
 				runtime.ReadMemStats(&m)
 				b.ReportMetric(float64(m.HeapAlloc)/(1<<20), "MiB-server")
+				var heap float64
+				p.list("performance.memory.usedJSHeapSize", &heap)
+				b.ReportMetric(heap/(1<<20), "MiB-script")
 			}
 			load, err := os.ReadFile("/proc/loadavg")
 			b.Logf("%d CPUs, load %s, %v", runtime.NumCPU(), strings.TrimSpace(string(load)), err)

@@ -104,7 +104,7 @@ func (p *tab) list(expression string, v any) {
 // wait waits until an expression is true.
 func (p *tab) wait(expression string) {
 	p.Helper()
-	_, err := chromedp.Run(p.ctx, chromedp.Poll[bool](expression, chromedp.WithPollingTimeout(4 * time.Minute)))
+	_, err := chromedp.Run(p.ctx, chromedp.Poll[bool](expression, chromedp.WithPollingTimeout(4*time.Minute)))
 	if err != nil {
 		p.noFaults()
 		p.Fatalf("%.200s: %v; the page says %q", expression, err, p.text("document.body.innerText.slice(0, 500)"))
