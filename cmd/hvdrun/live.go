@@ -30,8 +30,9 @@ import (
 // mode 0700 and belongs to the user, so the kernel lets only this user and root connect. The server needs no
 // SO_PEERCRED therefore, and the client knows that a process of its own user has made the socket. The server
 // speaks HTTP: /about says which job it is, /states is a stream of states, /end is the last state, and
-// /records has what a few ranks have recorded. /timeline starts or stops the timelines. It is the only request
-// that changes something, and only this socket has it: a web page, of whatever origin, cannot reach it.
+// /records has what a few ranks have recorded. /timeline starts or stops the timelines. It is the only
+// request that changes something, and only this socket has it: a web page, of whatever origin, cannot reach
+// it.
 const (
 	// xdgVariable is the variable on which the place of the runtime folder depends.
 	xdgVariable = "XDG_RUNTIME_DIR"
@@ -203,7 +204,8 @@ func (l *liveJob) handler() http.Handler {
 	return paths
 }
 
-// records sends the live.Records of ranks, as EncodeAnswers encodes them. It lacks ranks that have not answered.
+// records sends the live.Records of ranks, as EncodeAnswers encodes them. It lacks ranks that have not
+// answered.
 func (l *liveJob) records(w http.ResponseWriter, req *http.Request) {
 	question := joblink.Records
 	var of []topo.Rank

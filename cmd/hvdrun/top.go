@@ -17,11 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-const (
-	topCommand        = "top"
-	startTimelineFlag = "start-timeline"
-	stopTimelineFlag  = "stop-timeline"
-)
+const topCommand = "top"
 
 const topLong = `Show what the ranks of a running job are doing, or the nodes of a parameter server: which ones hold up the others, what
 they wait for, and how much they move.
@@ -63,8 +59,8 @@ func (r *runner) top() *cobra.Command {
 	g.flags.BoolVar(&given.plain, "plain", false, "print a line for each update, also on a terminal")
 	g.flags.BoolVar(&given.asJSON, "json", false,
 		"print each state as a JSON object in a line (docs/timeline.md)")
-	g.flags.StringVar(&given.start, startTimelineFlag, "", "make the ranks write timelines, rank 0 to `FILE`, say so, and end")
-	g.flags.BoolVar(&given.stop, stopTimelineFlag, false, "make the ranks end their timelines, say so, and end")
+	g.flags.StringVar(&given.start, "start-timeline", "", "make the ranks write timelines, rank 0 to `FILE`, say so, and end")
+	g.flags.BoolVar(&given.stop, "stop-timeline", false, "make the ranks end their timelines, say so, and end")
 	cmd := &cobra.Command{
 		Use:   topCommand + " [flags] [JOB]",
 		Short: "Show a running job",
@@ -75,8 +71,8 @@ func (r *runner) top() *cobra.Command {
 			return nil
 		},
 		RunE: func(c *cobra.Command, args []string) error {
-			if c.Flags().Changed(startTimelineFlag) && given.start == "" {
-				return usagef("top: --%s: got an empty file name", startTimelineFlag)
+			if c.Flags().Changed("start-timeline") && given.start == "" {
+				return usagef("top: --start-timeline: got an empty file name")
 			}
 			return r.runTop(&given, args)
 		},
@@ -108,7 +104,7 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 	case given.plain && given.asJSON:
 		return usagef("top: --plain and --json cannot be used together")
 	case given.start != "" && given.stop:
-		return usagef("top: --%s and --%s cannot be used together", startTimelineFlag, stopTimelineFlag)
+		return usagef("top: --start-timeline and --stop-timeline cannot be used together")
 	}
 	j, err := r.chooseJob(topCommand, args)
 	if err != nil || j == nil {

@@ -326,3 +326,21 @@ func TestReadersKeepSteps(t *testing.T) {
 		}
 	})
 }
+
+// FuzzSwitching checks that any request to start or stop timelines, and any answer of a rank, is bounded and
+// has a sentence.
+func FuzzSwitching(f *testing.F) {
+	f.Add(`{"start":true,"path":"t.json"}`)
+	f.Add(`{"file":"t.json"}`)
+	f.Fuzz(func(t *testing.T, text string) {
+		l := &liveJob{nodes: &launch.Nodes{}}
+		w := httptest.NewRecorder()
+		l.switchTimelines(w, httptest.NewRequest(http.MethodPost, timelinePath, strings.NewReader(text)))
+		if w.Code != http.StatusBadRequest || w.Body.Len() == 0 {
+			t.Errorf("got %d and %q, want that nodes write no timelines", w.Code, w.Body)
+		}
+		if got := outcomeOf(true, map[int][]byte{0: []byte(text)}, nil); got.Text == "" {
+			t.Error("got no sentence")
+		}
+	})
+}

@@ -181,8 +181,8 @@ const (
 	shareOfHost = 100
 )
 
-// restAfter returns for how long the ranks are not asked again after they have sent records. The processors of
-// the host belong to the training.
+// restAfter returns for how long the ranks are not asked again after they have sent records. The processors
+// of the host belong to the training.
 func restAfter(all map[int]*live.Records) time.Duration {
 	n := 0
 	for _, r := range all {

@@ -22,8 +22,8 @@ const (
 	maxWaits = 1 << 15
 	// maxEnds is the number of ended operations that a member remembers.
 	maxEnds = 64
-	// maxOrigins limits the number of pairs of a rank and a tensor of which is known for how long the rank held
-	// up all others from that tensor on.
+	// maxOrigins limits the number of pairs of a rank and a tensor of which is known for how long the rank
+	// held up all others from that tensor on.
 	maxOrigins = 1 << 16
 
 	never   = time.Duration(math.MinInt64)

@@ -137,8 +137,8 @@ type Records struct {
 // Next returns the number of the entry after the last one.
 func (r *Records) Next() uint64 { return r.First + uint64(len(r.Entries)) }
 
-// Encode returns the records as a rank sends them to the launcher. The encoding is gob: records come by the ten
-// thousand in a second, and JSON takes four times as long.
+// Encode returns the records as a rank sends them to the launcher. The encoding is gob: records come by the
+// ten thousand in a second, and JSON takes four times as long.
 func (r *Records) Encode() ([]byte, error) {
 	var b bytes.Buffer
 	err := gob.NewEncoder(&b).Encode(r)
@@ -164,7 +164,8 @@ func DecodeRecords(text []byte) (map[int]*Records, error) {
 		if err := gob.NewDecoder(bytes.NewReader(answer)).Decode(r); err != nil {
 			return nil, fmt.Errorf("malformed operations of rank %d: %w", rank, err)
 		}
-		if all[rank] = r; r.Rank != rank {
+		all[rank] = r
+		if r.Rank != rank {
 			return nil, fmt.Errorf("malformed operations of ranks: those of rank %d are not its own", rank)
 		}
 		for i := range r.Entries {

@@ -75,7 +75,8 @@ func TestTimelinesThatTheLauncherStarts(t *testing.T) {
 						}
 						refused := func(question, want string) {
 							t.Helper()
-							if _, err := l.startAsked(question); err == nil || !strings.Contains(err.Error(), want) {
+							_, err := l.startAsked(question)
+							if err == nil || !strings.Contains(err.Error(), want) {
 								t.Errorf("%q: got %v, want %q", question, err, want)
 							}
 						}

@@ -86,10 +86,10 @@ func (r *Report) gain(f *analysis.Lateness) (text string, us float64) {
 	return fmt.Sprintf("if %s, %s up to %s less", without, what, duration(us)), us
 }
 
-// where returns a clause that names the tensor with which most of the time begins for which the late rank held
-// up all others: before it submits that tensor, it does something else. The later tensors of the step are late
-// too. If there is no such tensor, or not one late rank, the clause names the tensor in which ranks waited
-// longest. It is empty if they did not wait.
+// where returns a clause that names the tensor with which most of the time begins for which the late rank
+// held up all others: before it submits that tensor, it does something else. The later tensors of the step
+// are late too. If there is no such tensor, or not one late rank, the clause names the tensor in which ranks
+// waited longest. It is empty if they did not wait.
 func (r *Report) where(f *analysis.Lateness) string {
 	if late := f.Suspects(r.steady()); len(late) == 1 && 2*late[0].OriginHeld > late[0].Held {
 		return fmt.Sprintf("rank %d is late with %s: %s of the time for which it held up all others begins there", late[0].Rank,

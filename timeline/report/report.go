@@ -97,8 +97,8 @@ type Lateness struct {
 	Startup string `json:"startup"`
 	// Gain says, in words, how much shorter a step would be without the ranks that Verdict names or, if it
 	// names none, if no rank were late. GainUS is this time per step, or in total if there are no steps.
-	// Where says with which tensor the late rank is late first or, if that is not known or no rank stands out,
-	// in which tensor ranks waited longest. It is empty if they did not wait.
+	// Where says with which tensor the late rank is late first or, if that is not known or no rank stands
+	// out, in which tensor ranks waited longest. It is empty if they did not wait.
 	Gain   string  `json:"gain"`
 	GainUS float64 `json:"gain_us"`
 	Where  string  `json:"where"`

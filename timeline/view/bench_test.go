@@ -12,7 +12,8 @@ import (
 )
 
 // BenchmarkFrames measures the time between frames while the timeline is zoomed and moved, the time until the
-// first picture, and the memory of the server and of the scripts. It prints the machine and its load. Run it with
+// first picture, and the memory of the server and of the scripts.
+// It prints the machine and its load. Run it with
 //
 //	go test -run '^$' -bench Frames -benchtime 1x ./timeline/view
 func BenchmarkFrames(b *testing.B) {

@@ -62,8 +62,8 @@ func (j testJob) write(tb testing.TB, dir string) string {
 		}
 		now := 1000
 		for step := range j.steps {
-			// The gradients follow each other by 100 us. The late rank submits each of them, from lateFrom on,
-			// lateBy after the others.
+			// The gradients follow each other by 100 us. The late rank submits each of them, from lateFrom
+			// on, lateBy after the others.
 			lane := 0
 			for i := range j.tensors {
 				usual := now + j.compute + 7*((rank*31+step*17)%13) + i*100

@@ -75,7 +75,8 @@ func (v *View) Key(key string, s *States) bool {
 		return key != "ctrl+c"
 	}
 	if v.Asked {
-		if v.Asked = false; key == "y" || key == "Y" {
+		v.Asked = false
+		if key == "y" || key == "Y" {
 			v.Switched = "Waiting for the ranks."
 			v.Switch(s.Writers() == 0)
 			return true
