@@ -41,6 +41,8 @@ type Library struct {
 	// newcomer is set, and running is nil, from an Init in an elastic job that trains already until
 	// JoinTraining makes this process a rank.
 	newcomer atomic.Pointer[newcomer]
+	// joining cancels the Init in progress. It is nil without one.
+	joining atomic.Pointer[context.CancelFunc]
 	// changing is held by a call that joins or leaves a job.
 	changing sync.Mutex
 	// Only the holder of changing may use met and last.
@@ -83,6 +85,10 @@ func (l *Library) Init(o InitOptions) Handle {
 		if l.Rank() != nil {
 			return nil
 		}
+		ctx, cancel := context.WithCancel(context.Background())
+		defer cancel()
+		l.joining.Store(&cancel)
+		defer l.joining.Store(nil)
 		c, err := l.sidecars.open("init", o.Settings)
 		if err != nil {
 			return err
@@ -94,7 +100,7 @@ func (l *Library) Init(o InitOptions) Handle {
 			}
 			return err
 		}
-		err = l.join(context.Background(), &o, true)
+		err = l.join(ctx, &o, true)
 		if errors.Is(err, rank.ErrBuilding) {
 			return l.expect(&o)
 		}
@@ -120,13 +126,16 @@ func (l *Library) join(ctx context.Context, o *InitOptions, building bool) error
 }
 
 // Shutdown takes this rank out of the job. reason may be empty. failed says that the program has failed. This
-// also ends a Shutdown in progress, which may wait long for the other ranks. Outside of a job, Shutdown does
-// nothing.
+// also ends a Shutdown or an Init in progress, which may wait long for the other ranks. Outside of a job,
+// Shutdown does nothing else.
 func (l *Library) Shutdown(reason string, failed bool) Handle {
 	why := engine.Departure{Reason: reason, Failed: failed}
 	return l.start(func(*Result) (err error) {
 		if r := l.running.Load(); r != nil && failed {
 			err = r.Fail(why)
+		}
+		if cancel := l.joining.Load(); cancel != nil && failed {
+			(*cancel)()
 		}
 		if n := l.newcomer.Swap(nil); n != nil {
 			n.cancel()

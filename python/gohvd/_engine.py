@@ -521,6 +521,7 @@ class Engine:
         self.mpi_comm: Any = None
         """The mpi4py communicator whose processes are the ranks of the job, if the program has passed one."""
         self._settings: dict[str, str] = {}  # those of the last job
+        self._joining = False  # whether a thread waits for the other ranks in init
         self.before_step: Callable[[], None] | None = None
         """A function that optimizers call when the gradients are reduced, before they change the parameters."""
         self.before_again: list[Callable[[], None]] = []
@@ -551,11 +552,14 @@ class Engine:
                         atexit.register(self.close)
                         self._exit_registered = True
                         self._except_hook.install()
+                    self._joining = True
                     _library.call(waiting.hvd_init, options)
                 except LibraryError:
                     raise
                 except HorovodInternalError as e:
                     raise InitError(str(e)) from None  # the other error has the same text
+                finally:
+                    self._joining = False
                 self._sets, self.mpi_comm, self._settings = {0: self.global_set}, mpi_comm, settings
                 self.find_place()
             if not quick.hvd_epoch():
@@ -606,7 +610,12 @@ class Engine:
         self.init([], self._settings)
 
     def fail(self, reason: str) -> None:
-        """Leaves the job as a failed rank, so that the operations of the other ranks end with an error."""
+        """Leaves the job as a failed rank, so that the operations of the other ranks end with an error. This also ends
+        an init in another thread, which holds the lock.
+        """
+        if self._joining:
+            with contextlib.suppress(HorovodInternalError):
+                _library.call(waiting.hvd_shutdown, reason.encode(), _library.FAILED)
         self._leave(reason, True)
 
     def _leave(self, reason: str, failed: bool) -> None:
@@ -631,7 +640,10 @@ class Engine:
 
     def close(self) -> None:
         """Leaves the job when the process exits."""
-        self._leave(*_exit.of_exit())
+        reason, failed = _exit.of_exit()
+        if self._joining:
+            self.fail(reason or "its process exits while a thread joins the job")
+        self._leave(reason, failed)
 
     def after_fork(self) -> None:
         """Makes the engine usable in a forked process. It replaces the locks, because no thread exists there that could
@@ -640,6 +652,7 @@ class Engine:
         global _finishing
         _finishing = threading.RLock()
         self._lock = threading.RLock()
+        self._joining = False
         self._main_thread = threading.get_ident()
 
     def initialized(self) -> bool:
