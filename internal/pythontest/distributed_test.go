@@ -167,6 +167,22 @@ func TestTorchDistributedKilled(t *testing.T) {
 	}
 }
 
+// TestTorchDistributedElastic kills rank 1 of three. The others reconfigure the group, and train on with the
+// same DistributedDataParallel.
+func TestTorchDistributedElastic(t *testing.T) {
+	hasReconfigure := exec.Command(testnet.NewTorch(t), "-c",
+		"import torch.distributed as dist; dist.ProcessGroup.reconfigure").Run() == nil
+	jobs := []string{"3 torchft"}
+	if hasReconfigure {
+		jobs = append(jobs, "3 torch")
+	}
+	for _, out := range forked(t, nil, "elastic_group_ranks", []string{"0, -9, 0"}, jobs...) {
+		if strings.Count(out, " ends\n") != 2 {
+			t.Errorf("want two ranks that end:\n%s", out)
+		}
+	}
+}
+
 // withTorchrun is the test that needs a launcher.
 const withTorchrun = "Lives.test_job_of_the_program"
 

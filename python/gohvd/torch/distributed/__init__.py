@@ -29,9 +29,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook  
 from ...timeline import stepped  # noqa: E402
 from ..optimizer import _Distributed  # noqa: E402
 from ._ddp import DistributedDataParallel  # noqa: E402
-from ._group import DEVICES, ProcessGroup, create  # noqa: E402
+from ._group import DEVICES, ElasticProcessGroup, ProcessGroup, create  # noqa: E402
 
-__all__ = ["DistributedDataParallel", "ProcessGroup"]
+__all__ = ["DistributedDataParallel", "ElasticProcessGroup", "ProcessGroup"]
 
 dist.Backend.register_backend("gohvd", create, extended_api=True, devices=DEVICES)
 

@@ -27,6 +27,7 @@ from ..._library import (
     ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND,
 )  # fmt: skip
 from ...exceptions import MismatchError
+from ...process_sets import global_process_set
 from ..mpi_ops import alloc_tensor, moved, write
 from . import _job
 from ._tensors import LISTS, Parts, dense, reduction
@@ -66,18 +67,25 @@ class Calls:
         self._label = group_id
         self._names = [f"torch.{group_id}.{i + 1}" for i in range(_CALLS)]
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
+        self._coalesced: list[Operation] | None = None
+        self._begin_job()
+
+    def _begin_job(self) -> None:
+        """Joins the members of a new group to a job, unless they are in one already."""
+        self._use(_job.enter(self._store, self._rank, self._size, self._ranks, self._timeout))
+
+    def _use(self, job: _job.Job) -> None:
+        """Makes the members of the group in a job communicate through it."""
         self._calls = 0
         # The last call with each name. A weak reference does not keep the tensors of a call that is done.
         self._last: list[Callable[[], Call | None] | None] = [None] * _CALLS
-        self._coalesced: list[Operation] | None = None
         self._barriers = 0
-        self._why_invalid = ""
-        job = _job.enter(store, rank, size, ranks, timeout)
-        self._set, self._members = job.process_set(ranks, group_id, timeout)
+        self._set, self._members = job.process_set(self._ranks, self._label, self._timeout)
         # The rank in the group of each member of the process set, whose members are in ascending order. It is empty if
         # the group has the same order, as it has unless the program has called new_group with sort_ranks=False.
-        order = sorted(range(size), key=self._members.__getitem__)
-        self._order = order if order != list(range(size)) else []
+        order = sorted(range(self._size), key=self._members.__getitem__)
+        self._order = order if order != list(range(self._size)) else []
+        self._why_invalid = ""
         job.groups.add(self)
 
     # What torch asks of a group.
@@ -97,7 +105,8 @@ class Calls:
         if self._rank not in ranks:
             return None
         members = [r if self._ranks is None else self._ranks[r] for r in ranks]
-        return type(self)(store, ranks.index(self._rank), len(ranks), timeout or self._timeout, name, members)
+        kind = Backend if isinstance(self, Backend) else ProcessGroup  # a part of an elastic group is not elastic
+        return kind(store, ranks.index(self._rank), len(ranks), timeout or self._timeout, name, members)
 
     # torch calls these functions if init_process_group has got a device_id and the group supports splitting. A new group
     # needs nothing from the ranks that are not its members.
@@ -133,6 +142,10 @@ class Calls:
 
     _set_default_timeout = set_timeout
 
+    def errored(self) -> Exception | None:
+        """Returns the error that has ended the job of the group, or None while it runs."""
+        return None if self._why_invalid else _engine.engine.failure()
+
     def invalidate(self, why: str = "was destroyed") -> None:
         """Makes all later calls fail."""
         self._why_invalid = self._why_invalid or why
@@ -142,7 +155,9 @@ class Calls:
         _job.leave(self, self._set)
 
     def abort(self) -> None:
-        """Ends the job of the group. Operations in flight fail at all ranks, with an error that names this rank."""
+        """Ends the job of the group. Operations in flight fail at all ranks, with an error that names this rank. An
+        elastic group can be reconfigured afterwards. If it is being reconfigured in another thread, that ends too.
+        """
         self.invalidate("was aborted")
         _engine.engine.fail(f"its program has aborted process group {self._label}")
         _job.leave_all()
@@ -630,6 +645,90 @@ class ProcessGroup(Calls, dist.ProcessGroup):
         return group
 
 
+class ElasticProcessGroup(ProcessGroup):
+    """A process group whose members change while its processes live (docs/elastic.md). It has no members at first.
+
+    Torch makes one for ``init_process_group("gohvd", enable_reconfigure=True)``. A program makes one for the Manager of
+    torchft. timeout limits each operation, and how long the members wait for each other when they change.
+    """
+
+    _why_invalid = "has no members yet: call reconfigure"
+    _handle = ""
+    _set, _members = global_process_set, []
+
+    def __init__(
+        self, store: Any = None, rank: int = 0, size: int = 1, timeout: timedelta = timedelta(seconds=60),
+        group_id: str = "elastic", ranks: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(store, rank, size, timeout, group_id, ranks)
+
+    def _begin_job(self) -> None:
+        pass  # reconfigure does it
+
+    # Torch calls the first two in Python, and the others in C++.
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    getRank, getSize = rank, size
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns a text by which other processes make a group with this one. It is valid for one reconfigure. Everybody
+        who has it can join the group.
+        """
+        if not self._handle:
+            self._handle = _engine.engine.new_unique_id()
+        return self._handle
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Makes the processes whose handles are in opts the members of the group, and waits for them. All of them must
+        call it with the same handles. They are ranked in the order of a list of handles.
+        """
+        handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
+        if self._handle not in handles:
+            raise ValueError(
+                "reconfigure: the handle of this process is not one of the handles, or it was used before: "
+                "get the handles of all processes again"
+            )
+        rank = handles.index(self._handle)
+        if rank == 0:
+            self._handle = ""  # the others meet by it, and it serves one meeting
+        timeout = self._timeout if opts.timeout is None else opts.timeout
+        self._change(rank, len(handles), lambda: _job.join(handles[0], rank, len(handles), timeout))
+        return DONE
+
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *_: Any) -> None:
+        """Does as reconfigure does. The processes meet through torch's store. torchft 0.2 calls it."""
+        address, _, prefix = store_addr.partition("/")
+        host, _, port = address.rpartition(":")
+
+        def meet() -> _job.Job:
+            store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+            return _job.enter(dist.PrefixStore(prefix, store), rank, world_size, None, self._timeout)
+
+        self._change(rank, world_size, meet)
+
+    def _change(self, rank: int, size: int, join: Callable[[], _job.Job]) -> None:
+        """Leaves the job of the group, and joins the one of its new members."""
+        _job.leave_for(self)
+        self._why_invalid = f"could not be reconfigured to {size} members"
+        self._rank, self._size = rank, size
+        self._use(join())
+
+    def get_error(self) -> Any:
+        """Returns whether the job of the group has failed, as backends of torch do."""
+        from torch._C._distributed_c10d import ErrorType  # older versions do not have it, and do not ask
+
+        return ErrorType.SUCCESS if self.errored() is None else ErrorType.COMM_ERROR
+
+
 # Since torch 2.15, a backend can be written in Python. Then a group can have other backends for other devices.
 _Backend: Any = dist.distributed_c10d.C10DBackend if _HAS_BACKENDS else object
 
@@ -661,7 +760,12 @@ def create(options: Any, backend_options: Any) -> Calls:
             "gohvd: pg_options has no effect: the backend has no options; set the variables of docs/settings.md instead",
             RuntimeWarning, stacklevel=2,
         )  # fmt: skip
-    return (Backend if _shared(options) else ProcessGroup)(
+    kind = Backend if _shared(options) else ProcessGroup
+    if getattr(options, "enable_reconfigure", False):
+        if kind is Backend:
+            raise ValueError("init_process_group: enable_reconfigure needs a group whose only backend is gohvd")
+        kind = ElasticProcessGroup
+    return kind(
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
         list(options.global_ranks_in_group) or None,
     )  # fmt: skip

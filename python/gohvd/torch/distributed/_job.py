@@ -78,6 +78,26 @@ def enter(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
     return _job
 
 
+def join(unique_id: str, rank: int, size: int, timeout: timedelta) -> Job:
+    """Joins this process to a new job, whose ranks meet by a unique id."""
+    global _job
+    _engine_.init([], {**_by_id(unique_id, rank, size), "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{timeout.total_seconds():g}"})
+    _job = Job(None, True)
+    return _job
+
+
+def leave_for(group: Any) -> None:
+    """Leaves the job that a group has begun, so that the group can begin another one."""
+    if _job is not None and group in _job.groups and _job.ours:
+        return leave_all()
+    if _engine_.initialized():
+        raise ValueError(
+            "reconfigure: this process is already in a job of gohvd, "
+            + ("of another process group" if _job is not None and _job.ours else "because it has called hvd.init()")
+            + ", and it can be in one job at a time"
+        )
+
+
 def leave(group: Any, its_set: ProcessSet) -> None:
     """Removes a group and its process set from the job. It does not wait for the other members of the group. The last
     group leaves the job, unless the program has begun the job.
@@ -144,7 +164,7 @@ def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
         return False
     if running is not None:
         raise ValueError(f"{mine}, but rank {first} of the group has not: all ranks must call hvd.init(), or none")
-    settings = {"HVD_UNIQUE_ID": rest, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
+    settings = _by_id(rest, rank, size)
     if ranks is not None:
         # torch numbers the processes as hvdrun does. A group of all of them is the job that hvdrun knows.
         world = dist.get_world_size()
@@ -152,3 +172,7 @@ def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
             settings["HVD_LAUNCHER_RANKS"] = ",".join(map(str, ranks))
     _engine_.init([], settings)
     return True
+
+
+def _by_id(unique_id: str, rank: int, size: int) -> dict[str, str]:
+    return {"HVD_UNIQUE_ID": unique_id, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
