@@ -19,8 +19,14 @@ import (
 func elasticJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
 	testnet.NeedTorch(t)
+	return elasticJobOf(t, testnet.Python, flags, program...)
+}
+
+// elasticJobOf is elasticJob with an interpreter.
+func elasticJobOf(t *testing.T, interpreter string, flags []string, program ...string) *exec.Cmd {
+	t.Helper()
 	script := filepath.Join(python(t), "tests", "elastic_ranks.py")
-	return launched(t, append(append(flags, "--blacklist-cooldown-range", "1,1", testnet.Python, script), program...)...)
+	return launched(t, append(append(flags, "--blacklist-cooldown-range", "1,1", interpreter, script), program...)...)
 }
 
 // ends runs an elastic job, which must succeed and whose output must match the patterns, each as often as it
@@ -117,6 +123,14 @@ func TestElasticTorchBuilding(t *testing.T) {
 	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "build", folder)
 	ends(t, cmd, map[string]int{`:goes on after 300 steps\n`: 1, `:done True\n`: 3,
 		`hvdrun: generation 3: 3 ranks: new: `: 1, `hvdrun: generation 4`: 0})
+}
+
+// TestElasticDDP kills a rank of a job that trains with torch's DistributedDataParallel.
+func TestElasticDDP(t *testing.T) {
+	t.Parallel()
+	cmd := elasticJobOf(t, testnet.NewTorch(t), []string{"-np", "3", "--min-np", "2"}, "ddp")
+	ends(t, cmd, map[string]int{`:done \w+\n`: 3, `hvdrun: generation 2: 2 ranks: rank 1 `: 1,
+		`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4`: 0})
 }
 
 // TestElasticTorchErrors has errors that are not the failure of ranks. They leave the wrapper. The job goes

@@ -274,8 +274,8 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
                         state.save()
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_CHANGED)
                     state._is_commit = True
-                except PeerError as e:
-                    _failed(e)
+                except RuntimeError as e:
+                    _failed(_peer_error(e))
                 reset()
                 for f in _engine_.before_again:
                     f()
@@ -339,6 +339,16 @@ def _sync(state: State, undo: bool) -> None:
             state.restore()
             state._is_commit = is_commit
         raise
+
+
+def _peer_error(e: RuntimeError) -> PeerError:
+    """Returns an error of failed ranks, or raises any other error. Code in C++ that waits for an operation, such as torch's
+    DistributedDataParallel, passes on only the text of the error.
+    """
+    failure = _engine_.failure() if "PeerError: " in str(e) and not isinstance(e, HorovodInternalError) else e
+    if isinstance(failure, PeerError):
+        return failure
+    raise e
 
 
 def _failed(e: PeerError) -> None:

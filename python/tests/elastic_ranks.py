@@ -434,6 +434,46 @@ def own() -> None:
         sys.exit(0)
 
 
+def ddp() -> None:
+    """Rank 1 dies, and a new process takes its place. The ranks train with torch's DistributedDataParallel over groups of a
+    generation, and are equal after each step.
+    """
+    import torch.distributed as dist
+
+    import gohvd.torch.distributed
+
+    hvd.init()
+    torch.manual_seed(random.randrange(1 << 30))
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, least=1000, again=0)
+
+    @hvd.elastic.run
+    def run(state) -> None:
+        dist.init_process_group("gohvd", init_method="gohvd://")
+        assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
+        parallel = gohvd.torch.distributed.DistributedDataParallel(state.model)
+        pair = dist.new_group([0, 1])
+        while state.again < 20:
+            if FIRST and hvd.local_rank() == 1 and state.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.optimizer.zero_grad()
+            parallel(torch.randn(8, 20)).sum().backward()
+            state.optimizer.step()
+            state.step += 1
+            state.least = min(state.least, hvd.size())
+            state.again += hvd.size() > state.least
+            if hvd.rank() < 2:
+                dist.all_reduce(torch.ones(1), group=pair)
+            digests: list = [None] * hvd.size()
+            dist.all_gather_object(digests, digest(state))
+            assert digests == [digests[0]] * hvd.size(), digests
+            state.commit()
+
+    run(state)
+    say("done", digest(state))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[1]](*sys.argv[2:])

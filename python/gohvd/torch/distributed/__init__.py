@@ -24,16 +24,22 @@ import torch.distributed as dist  # noqa: E402
 if not dist.is_available():
     raise ImportError("gohvd.torch.distributed needs a torch that was built with torch.distributed")
 
+from torch.distributed.rendezvous import register_rendezvous_handler  # noqa: E402
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook  # noqa: E402
 
+from ..._engine import engine  # noqa: E402
 from ...timeline import stepped  # noqa: E402
 from ..optimizer import _Distributed  # noqa: E402
+from . import _job  # noqa: E402
 from ._ddp import DistributedDataParallel  # noqa: E402
 from ._group import DEVICES, ElasticProcessGroup, ProcessGroup, create  # noqa: E402
 
 __all__ = ["DistributedDataParallel", "ElasticProcessGroup", "ProcessGroup"]
 
 dist.Backend.register_backend("gohvd", create, extended_api=True, devices=DEVICES)
+
+register_rendezvous_handler("gohvd", _job.rendezvous)
+engine.before_again.append(_job.end_generation)
 
 # From torch 2.15 on, this keeps torch from recording the operations of a group, which fails for groups that are written in
 # Python. gohvd has a flight recorder of its own.

@@ -543,6 +543,11 @@ class Calls:
         The ranks meet in torch's store, so a rank that hangs in another operation is found, also if it is rank 0. If a
         rank dies, the others raise the error that names it within about a second.
         """
+        if isinstance(getattr(self._store, "_underlying_non_prefix_store", None), dist.HashStore):
+            raise RuntimeError(
+                "torch.distributed.monitored_barrier: a group of the init method gohvd:// has no store for it: call barrier, "
+                "whose error names the missing ranks too"
+            )
         if isinstance(timeout, timedelta) or timeout is None:
             limit = self._timeout if timeout is None else timeout
         else:

@@ -7,12 +7,14 @@ already in a job of gohvd with the same numbers, because the program has called 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ... import _engine
+from ...basics import init
 from ...exceptions import HorovodInternalError
 from ...process_sets import ProcessSet, add_process_set, global_process_set
 
@@ -65,6 +67,17 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Is torch's init method ``gohvd://``: the ranks of the job of ``hvd.init()`` have the same numbers in the group. They
+    need no store to meet.
+    """
+    init()
+    place = _engine_.place()
+    if (rank, world_size) not in ((-1, -1), (place.rank, place.size)):
+        raise ValueError(f"{url}: got rank {rank} of {world_size}, want rank {place.rank} of {place.size}, as in hvd.init()")
+    yield dist.HashStore(), place.rank, place.size
+
+
 def enter(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta) -> Job:
     """Returns the job of this process. If there is none, joins the ranks of a new group to a job. ranks has the ranks of
     the new group in the default group, or is None for a new default group.
@@ -111,6 +124,12 @@ def leave(group: Any, its_set: ProcessSet) -> None:
             pass  # the job is over, and so are its process sets
         if not job.groups:
             leave_all()
+
+
+def end_generation() -> None:
+    """Destroys the process groups of a generation that is over (docs/elastic.md), so that the training makes new ones."""
+    if _job is not None and dist.is_initialized() and dist.group.WORLD in _job.groups:
+        dist.destroy_process_group()
 
 
 def leave_all() -> None:
