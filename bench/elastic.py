@@ -12,6 +12,7 @@ processes get the same signals in the same order:
               done when rank 0 has written the checkpoint, for which the others wait
     torchft   a lighthouse, and the allreduce of its Manager over gloo. This program starts a process again that has ended.
               The DistributedDataParallel of torchft 0.2.0 ends a process whose allreduce over gloo fails
+    ft+gohvd  the same over gohvd's ElasticProcessGroup
 
 In each of them, a rank that does not answer for 5 s counts as failed. A process that is still stopped when the others
 have gone on for 20 steps is killed, as its operator would do it. For each kind of fault the table has the median, the
@@ -40,7 +41,7 @@ import time
 from datetime import timedelta
 from typing import NamedTuple
 
-SYSTEMS = ["gohvd", "torchrun", "torchft"]
+SYSTEMS = ["gohvd", "torchrun", "torchft", "ft+gohvd"]
 FAULTS = {"SIGKILL": signal.SIGKILL, "SIGKILL to rank 0": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 LIMIT = timedelta(seconds=5)  # the time without an answer after which a rank counts as failed
 MOST_SECONDS = 120  # for which this program waits for a system
@@ -125,9 +126,14 @@ def train_torchrun(folder):
         record(folder, dist.get_rank(), dist.get_world_size(), step)
 
 
-def train_torchft(folder):
+def train_torchft(folder, gohvd=False):
     import torch.distributed as dist
     import torchft
+
+    if gohvd:
+        from gohvd.torch.distributed import ElasticProcessGroup as Group
+    else:
+        Group = torchft.ProcessGroupGloo
 
     model, optimizer = training()
 
@@ -137,7 +143,7 @@ def train_torchft(folder):
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=LIMIT),
+        pg=Group(timeout=LIMIT),
         min_replica_size=2,
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -363,6 +369,9 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
         record(sys.argv[3], -1, 0, 0)
-        globals()["train_" + sys.argv[2]](sys.argv[3])
+        if sys.argv[2] == "ft+gohvd":
+            train_torchft(sys.argv[3], gohvd=True)
+        else:
+            globals()["train_" + sys.argv[2]](sys.argv[3])
     else:
         main()
