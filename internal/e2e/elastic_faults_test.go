@@ -622,6 +622,16 @@ func left(folder string) []string {
 // blame matches a process that has failed in the reason of a change. A process that leaves does not match.
 var blame = regexp.MustCompile(`rank \d+ \(([^ ()]+(?: \(process \d+\))?)\): `)
 
+// blamedForChange returns the processes that hvdrun has blamed for a change of the ranks in a line.
+func blamedForChange(text string) (names []string) {
+	if strings.HasPrefix(text, "hvdrun: generation ") {
+		for _, m := range blame.FindAllStringSubmatch(text, -1) {
+			names = append(names, m[1])
+		}
+	}
+	return names
+}
+
 // checkFaults checks that all ranks have the same result, and that hvdrun has blamed only processes that are
 // in guilty, or that have printed that they die.
 func checkFaults(t *testing.T, j *job, host string, ranks int, guilty map[int]bool) {
@@ -655,12 +665,9 @@ func checkFaults(t *testing.T, j *job, host string, ranks int, guilty map[int]bo
 		t.Errorf("got results %q, want %d equal ones", results, ranks)
 	}
 	for text := range strings.Lines(j.err()) {
-		if !strings.HasPrefix(text, "hvdrun: generation ") {
-			continue
-		}
-		for _, m := range blame.FindAllStringSubmatch(text, -1) {
-			if !failed[m[1]] {
-				t.Errorf("hvdrun blames %s, which has not failed: %s", m[1], text)
+		for _, name := range blamedForChange(text) {
+			if !failed[name] {
+				t.Errorf("hvdrun blames %s, which has not failed: %s", name, text)
 			}
 		}
 	}

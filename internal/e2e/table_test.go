@@ -336,7 +336,7 @@ var (
 	rootOfReport  = regexp.MustCompile(`(?m)^  (rank \d+|scheduler|server \d+|worker \d+): `)
 	rootUnderMPI  = regexp.MustCompile(`^ \([^)]*\): (ranks? [\d, and]*\d) failed: `)
 	startedAgain  = regexp.MustCompile(`(?m)^hvdrun: (server \d+|worker \d+): .*; starting it again`)
-	ofGeneration  = regexp.MustCompile(`(?m)^hvdrun: generation \d+: (?:\d+ ranks?|the training pauses): (rank \d+) \(`)
+	notReady      = regexp.MustCompile(`: not ready within [^ ]+: (.*)`)
 	failedInError = regexp.MustCompile(`(ranks? [\d, and]*\d) failed: |waiting (?:for|until) (ranks? [\d, and]*\d)[ :]`)
 )
 
@@ -365,9 +365,20 @@ func first(matches [][]string) string {
 	return strings.Join(all, " and ")
 }
 
-// leftOut returns the ranks without which generations of an elastic job have begun.
+// leftOut returns the processes without which generations of an elastic job have begun, by the ranks that
+// they had first, which are their slots.
 func leftOut(j *job, _ map[string]line) string {
-	return first(ofGeneration.FindAllStringSubmatch(j.err(), -1))
+	var all [][]string
+	for text := range strings.Lines(j.err()) {
+		names := blamedForChange(text)
+		if m := notReady.FindStringSubmatch(text); m != nil {
+			names = append(names, strings.Split(m[1], ", ")...)
+		}
+		for _, name := range names {
+			all = append(all, []string{"", "rank " + name[strings.LastIndex(name, ":")+1:]})
+		}
+	}
+	return first(all)
 }
 
 // blamedByRanks returns the ranks that the errors of the other ranks name.

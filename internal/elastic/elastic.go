@@ -93,8 +93,9 @@ type Roster struct {
 	Generation uint64
 	// Members[r] is rank r.
 	Members []Member
-	// Change and Reason say how the roster differs from the one before, and why. Lost says that a rank of the
-	// one before has failed, so that the ranks cannot finish what they have begun.
+	// Change and Reason say how the roster differs from the one before, and why. The reason of the first one
+	// names the processes that were not ready in time. Lost says that a rank of the one before has failed, so
+	// that the ranks cannot finish what they have begun.
 	Change Change
 	Lost   bool
 	Reason string

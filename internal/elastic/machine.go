@@ -727,6 +727,20 @@ func (m *Machine) reason(ranks []*member) string {
 	return strings.Join(clauses, "; ")
 }
 
+// late names the processes that are still starting when the first roster begins without them, or returns "".
+func (m *Machine) late(ranks []*member) string {
+	var late []string
+	for _, k := range m.members {
+		if k.state == starting && (m.cfg.Max == 0 || len(ranks) < m.cfg.Max) {
+			late = append(late, k.Member.String())
+		}
+	}
+	if len(late) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("not ready within %v: %s", m.cfg.StartTimeout, strings.Join(late, ", "))
+}
+
 // publish makes the ranks the newest roster.
 func (m *Machine) publish(ranks []*member, lost bool) {
 	r := &Roster{Generation: 1, Lost: lost}
@@ -747,6 +761,9 @@ func (m *Machine) publish(ranks []*member, lost bool) {
 				r.Change |= Removed
 			}
 		}
+	}
+	if m.roster == nil {
+		r.Reason = m.late(ranks)
 	}
 	m.roster, m.out.Publish, m.culprit = r, r, nil
 	m.waitsSince, m.readySince = time.Time{}, time.Time{}
