@@ -1,13 +1,17 @@
 package e2e
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,8 +35,9 @@ func startCluster(t testing.TB, hosts string, flags []string, script, program st
 		t.Fatal(err)
 	}
 	c.offer(t, hosts)
-	command := slices.Concat([]string{hvdrunPath, "--host-discovery-script", "sh " + filepath.Join(c.folder, "hosts"),
-		"--agent", byAgent}, flags, []string{"sh", "-c", "folder=" + c.folder + "; " + script, self})
+	command := slices.Concat([]string{hvdrunPath, "--host-discovery-script",
+		"sh " + filepath.Join(c.folder, "hosts"), "--agent", byAgent}, flags,
+		[]string{"sh", "-c", "folder=" + c.folder + "; " + script, self})
 	c.job = startCommand(t, command, append([]string{programVariable + "=" + program, stateVariable + "=100000",
 		folderVariable + "=" + c.folder}, env...)...)
 	return c
@@ -56,10 +61,14 @@ func (c *cluster) write(t testing.TB, name, text string) {
 }
 
 // trained waits until the ranks of a generation have trained, and returns their process IDs by their slots,
-// such as h1:0.
+// such as h1:0. After the first generation, it waits until all ranks have the state in this generation, so that
+// they do not end the training in an earlier one.
 func (c *cluster) trained(generation, ranks int) map[string]int {
 	c.t.Helper()
 	c.says(fmt.Sprintf("hvdrun: generation %d: %d rank", generation, ranks))
+	if generation > 1 {
+		c.says(fmt.Sprintf("hvdrun: generation %d: trains after a stop of ", generation))
+	}
 	pids := make(map[string]int)
 	for at, f := range c.begun(ranks) {
 		pids[at] = f.pid
@@ -98,11 +107,34 @@ func (c *cluster) says(text string) {
 	c.untilError(text, func(all string) bool { return strings.Contains(all, text) })
 }
 
+// spare waits until a process is ready as a spare that is named so, and returns its slot and process ID.
+func (c *cluster) spare(name string) (at string, pid int) {
+	c.t.Helper()
+	ready := regexp.MustCompile(`(?m)^hvdrun: (` + name + `) is ready as a spare$`)
+	c.untilError("a spare "+name, func(all string) bool {
+		m := ready.FindStringSubmatch(all)
+		if m != nil {
+			at, _, _ = strings.Cut(m[1], " ")
+		}
+		return m != nil
+	})
+	for text := range strings.Lines(c.out()) {
+		if number, found := strings.CutPrefix(strings.TrimSpace(text), "["+at+"]<stdout>:pid "); found {
+			pid, _ = strconv.Atoi(number)
+		}
+	}
+	if pid == 0 {
+		c.t.Fatalf("got no process ID of the spare at %s in %q", at, c.out())
+	}
+	return at, pid
+}
+
 // kill kills processes.
 func (c *cluster) kill(pids ...int) {
 	c.t.Helper()
 	for _, pid := range pids {
-		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+		// The agent's helper kills and reaps the processes of an agent that has died.
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
 			c.t.Fatal(err)
 		}
 	}
@@ -130,6 +162,27 @@ func (c *cluster) agentOf(pid int) int {
 	return 0
 }
 
+// runsForever makes the discovery script never end, and waits until it runs.
+func (c *cluster) runsForever(t *testing.T) {
+	t.Helper()
+	path := filepath.Join(c.folder, "runs")
+	if err := unix.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	pipe, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pipe.Close()
+	c.write(t, "hosts", "echo >"+path+"; exec sleep 1000")
+	if err := pipe.SetReadDeadline(time.Now().Add(jobLimit)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := pipe.Read(make([]byte, 1)); err != nil {
+		t.Fatal("the script does not run: ", err)
+	}
+}
+
 // TestElasticIssues has problems of elastic jobs that users of Horovod have reported, by the numbers of their
 // reports. docs/elastic.md lists those that other tests show.
 func TestElasticIssues(t *testing.T) {
@@ -147,6 +200,7 @@ func TestElasticIssues(t *testing.T) {
 		said     string // what hvdrun says, besides the changes of the ranks
 		silent   bool   // hvdrun says nothing about generation 2
 		results  int    // how many ranks finish the training
+		result   string // a regular expression for what they print; by default a state that is that of one step
 	}{
 		{name: "1872: a change that is undone is none", hosts: "h1 h2",
 			script: `case $HVD_MEMBER in h3*) echo slow; exec sleep 1000;; esac; exec "$0"`,
@@ -165,39 +219,45 @@ func TestElasticIssues(t *testing.T) {
 				c.offer(t, "h1 h2")
 				c.trained(3, 2)
 			}, results: 2},
-		{name: "2030: all hosts are excluded", hosts: "h1 h2", flags: []string{"--blacklist", "host"},
-			play: func(t *testing.T, c *cluster) {
-				pids := c.trained(1, 2)
-				c.kill(pids["h1:0"])
-				c.kill(c.trained(2, 1)["h2:0"])
-			}, status: 137, said: "all ranks with the state of the training have ended: rank 0 (h2:0): "},
-		{name: "2030: fewer hosts than the minimum", hosts: "h1 h2", flags: []string{"--min-np", "2"}, cooldown: forever,
-			env: "HOROVOD_ELASTIC_TIMEOUT=1",
+		{name: "2030: hosts are excluded, and the others fewer than the minimum", hosts: "h1 h2",
+			flags: []string{"--min-np", "2", "--blacklist", "host"}, env: "HOROVOD_ELASTIC_TIMEOUT=10",
 			play: func(t *testing.T, c *cluster) {
 				c.kill(c.trained(1, 2)["h1:0"])
-			}, status: 137, said: "timed out waiting for slots: got 1, want at least 2, after 1s"},
+			}, status: 137, said: "timed out waiting for slots: got 1, want at least 2, after 10s"},
+		{name: "2030: fewer slots than the minimum", hosts: "h1 h2", flags: []string{"--min-np", "2"},
+			cooldown: forever, env: "HOROVOD_ELASTIC_TIMEOUT=10",
+			play: func(t *testing.T, c *cluster) {
+				c.kill(c.trained(1, 2)["h1:0"])
+			}, status: 137, said: "timed out waiting for slots: got 1, want at least 2, after 10s"},
 		{name: "2835: autotuning", hosts: "h1 h2", env: "HOROVOD_AUTOTUNE=1",
 			play: func(t *testing.T, c *cluster) {
 				c.kill(c.trained(1, 2)["h1:0"])
 				c.trained(3, 2)
 			}, results: 2},
-		{name: "3014: a new process dies while the script runs", hosts: "h1 h2", cooldown: noCooldown,
-			script: `case $HVD_MEMBER in h2:0/2) echo ready; kill -9 $$;; esac; exec "$0"`,
+		{name: "3014: a new process dies while the script runs", hosts: "h1 h2 h3", cooldown: noCooldown,
+			flags: []string{"-np", "2", "--spares", "1"},
 			play: func(t *testing.T, c *cluster) {
 				pids := c.trained(1, 2)
-				c.write(t, "hosts", "touch "+filepath.Join(c.folder, "runs")+"; exec sleep 1000")
-				c.kill(pids["h2:0"])
-				c.trained(3, 2)
-				if _, err := os.Stat(filepath.Join(c.folder, "runs")); err != nil {
-					t.Error("the script does not run:", err)
+				at, spare := c.spare("h[123]:0")
+				c.runsForever(t)
+				c.kill(spare)
+				c.says(at + ": killed by SIGKILL")
+				c.spare(at + ` \(process 2\)`)
+				for _, pid := range pids {
+					c.kill(pid)
+					break
 				}
-			}, said: "h2:0 (process 2): killed by SIGKILL", results: 2},
-		{name: "3197: all hosts are replaced", hosts: "h1 h2 h3", flags: []string{"--min-np", "3"}, program: "elastic-exact",
+				c.trained(2, 2)
+			}, said: "before it was a rank", results: 2},
+		{name: "3197: all hosts are replaced", hosts: "h1 h2 h3", flags: []string{"--min-np", "3"},
+			program: "elastic-exact",
 			play: func(t *testing.T, c *cluster) {
 				c.trained(1, 3)
 				c.offer(t, "h4 h5 h6")
 				c.trained(3, 3)
-			}, said: "generation 3: 3 ranks: rank 0 (h1:0) leaves", results: 3},
+			}, said: "generation 3: 3 ranks: rank 0 (h1:0) leaves", results: 3,
+			// The training was exact, and the last three ranks have not begun with the first sample.
+			result: `^true true \d+ \[3 0 .*\b3 [1-9]\d*\]$`},
 		{name: "3264: the host of rank 0 is lost", hosts: "h1:2 h2:2", cooldown: forever,
 			play: func(t *testing.T, c *cluster) {
 				pids := c.trained(1, 4)
@@ -212,12 +272,14 @@ func TestElasticIssues(t *testing.T) {
 				c.offer(t, "h1 h2")
 				c.trained(2, 2)
 			}, said: "exit status 3: no cluster", results: 2},
-		{name: "3494: a host goes and one comes at the minimum", hosts: "h1 h2", flags: []string{"--min-np", "2"},
+		{name: "3494: a host goes and one comes at the minimum", hosts: "h1 h2",
+			flags: []string{"--min-np", "2"},
 			play: func(t *testing.T, c *cluster) {
 				c.trained(1, 2)
 				c.offer(t, "h2 h3")
 				c.trained(2, 2)
-			}, said: "generation 2: 2 ranks: rank 0 (h1:0) leaves: its slot is not offered any more; new: h3:0", results: 2},
+			}, said: "generation 2: 2 ranks: rank 0 (h1:0) leaves: its slot is not offered any more; new: h3:0",
+			results: 2},
 		{name: "3852: a process ends with status 0", hosts: "h1 h2 h3", cooldown: forever,
 			script: `"$0"; exit 0`,
 			play: func(t *testing.T, c *cluster) {
@@ -228,6 +290,7 @@ func TestElasticIssues(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			flags := append([]string{"-np", strconv.Itoa(slots(c.hosts)), "--min-np", "1"}, c.flags...)
+			result := regexp.MustCompile(cmp.Or(c.result, `^\d+ 0$`))
 			if c.cooldown != "" {
 				flags = append(flags, "--blacklist-cooldown-range", c.cooldown)
 			}
@@ -249,12 +312,13 @@ func TestElasticIssues(t *testing.T) {
 			}
 			var results []string
 			for text := range strings.Lines(j.out()) {
-				if _, result, ok := strings.Cut(text, ">:done "); ok {
-					results = append(results, result)
+				if _, text, ok := strings.Cut(strings.TrimSpace(text), ">:done "); ok {
+					results = append(results, text)
 				}
 			}
-			if len(results) != c.results || len(slices.Compact(results)) > 1 {
-				t.Errorf("got results %q, want %d equal ones", results, c.results)
+			if len(results) != c.results || len(slices.Compact(results)) > 1 ||
+				len(results) > 0 && !result.MatchString(results[0]) {
+				t.Errorf("got results %q, want %d equal ones that match %s", results, c.results, result)
 			}
 			tellJob(t, j.job)
 		})
