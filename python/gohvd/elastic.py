@@ -118,8 +118,8 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapts the state to other ranks. It is called after they have joined the job, and before sync. Values of the
-        state are then those of the last commit or, in a new rank, its own.
+        """Adapts the state to other ranks. It is called after they have joined the job, and before sync. In a new rank it
+        is called after sync, and its changes to the state are undone, because that of the other ranks has them.
         """
         self._host_messages = _Messages()
         self.reset()
@@ -313,12 +313,16 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     state._begin(e.root, granted or state._by_steps and state._is_commit)
     if e.restore and not state._by_steps:
         state.restore()
-    if reset_before:
+    late_reset = reset_before and not was_rank and e.root != _library.quick.hvd_rank()
+    if reset_before and not late_reset:
         state.on_reset()
     if e.missing or not was_rank:
         _sync(state, undo=state._by_steps and was_rank and e.held == _library.HELD_NOTHING)
-        if not state._by_steps:
+        if late_reset or not state._by_steps:
             state.save()
+        if late_reset:
+            state.on_reset()
+            state.restore()
     elif state._by_steps:
         state._sync_values()
     _library.call(_library.waiting.hvd_elastic_synced)

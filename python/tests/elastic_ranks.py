@@ -124,7 +124,8 @@ def train(kind: str, victim: str, where: str) -> None:
 
     def reset() -> None:
         # After the death these are the values of the last commit, and later the present ones.
-        assert not FIRST or state.step > 0 and (resets or state.step % 3 == 0), state.step
+        # A new process has got those of another rank.
+        assert state.step > 0 and (not FIRST or resets or state.step % 3 == 0), state.step
         resets.append(hvd.size())
 
     state.register_reset_callbacks([reset])
@@ -329,10 +330,18 @@ def build(folder: str) -> None:
         say("goes on after", go_on.read_text(), "steps")
     state = hvd.elastic.TorchState(model=torch.nn.Linear(3, 3), step=0, fewer=0, again=0)
     resets: list[int] = []
-    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    def reset() -> None:
+        assert state.step > 0, "the callback does not see the values of the commit"
+        resets.append(hvd.size())
+        state.step += 1000 * (not FIRST)  # that would be a difference to the other ranks
+
+    state.register_reset_callbacks([reset])
 
     @hvd.elastic.run
     def run(state) -> None:
+        steps = hvd.allgather_object(state.step)
+        assert steps == [state.step] * hvd.size(), steps
         assert sum(hvd.allgather_object(1)) == hvd.size()
         while state.again < 20:
             if FIRST and hvd.rank() == 1 and hvd.size() == 3 and state.step == 5:
