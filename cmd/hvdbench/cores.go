@@ -19,7 +19,7 @@ const coresLong = `hvdbench cores measures how far apart the first two cores are
 line between them, and the time in which one of them reads 64 KiB that the other one has just written. Both are
 medians of many short trials. On an idle machine, the measurement takes a few milliseconds.
 
-The cores are near if the round trip takes less than 0.2 us, and far otherwise. Round trips usually take 0.04 to 0.17 us
+The cores are near if the round trip takes less than 0.2 us, and far otherwise. Round trips usually take 0.04 to 0.18 us
 between cores of one chip, and more if the chips or the sockets differ. On a virtual machine the state changes when the
 host moves the virtual processors. Compare times of collectives only if they were measured in the same state.`
 

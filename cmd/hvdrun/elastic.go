@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"fmt"
-	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -140,10 +139,6 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	if c.Spares > 0 && c.Max == 0 {
 		c.Max = np
 	}
-	if slots := launch.Slots(hosts); c.Spares > 0 && hosts != nil && slots < c.Max+c.Spares {
-		fmt.Fprintf(r.stderr, "hvdrun: warning: --spares %d: the hosts have %d slots for up to %d ranks, so the number of "+
-			"spares is %d\n", c.Spares, slots, c.Max, max(0, slots-c.Max))
-	}
 	switch e.blacklist {
 	case "slot":
 		if !flags.Changed("blacklist-cooldown-range") {
@@ -159,14 +154,17 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	}
 	job := &launch.Elastic{Config: c}
 	if e.discovery == "" {
-		if slots := launch.Slots(hosts); hosts != nil && slots < np {
+		slots := launch.Slots(hosts)
+		switch {
+		case hosts == nil:
+		case slots < np:
 			return nil, usagef("-np: got %d, but the hosts have %d slots, and without --host-discovery-script they get no more",
 				np, slots)
+		case c.Spares > 0 && slots < c.Max+c.Spares:
+			fmt.Fprintf(r.stderr, "hvdrun: warning: --spares %d: the hosts have %d slots for up to %d ranks, so the number of "+
+				"spares is %d\n", c.Spares, slots, c.Max, max(0, slots-c.Max))
 		}
 		return job, nil
-	}
-	if info, err := os.Stat(e.discovery); err == nil && info.IsDir() {
-		return nil, usagef("--host-discovery-script: %s is a directory, want a command", e.discovery)
 	}
 	if hosts != nil {
 		return nil, usagef("--host-discovery-script cannot be used together with --hosts or --hostfile")

@@ -240,10 +240,10 @@ var settings = []Setting{
 		Name: "HVD_BIND_TO", Section: sectionStart, Scope: PerProcess,
 		Flags:   []Flag{{Name: "bind-to", Arg: "UNIT"}},
 		Default: string(binding.None),
-		Doc: "the cores to which the ranks of a host are bound. core gives each rank the same number of cores, as many " +
-			"as there are, and no core to two ranks. numa gives each rank all cores of a NUMA node. Cores that " +
-			"the launcher or a cgroup does not allow are left out. hvdrun binds the processes that it starts; " +
-			"under other launchers, Init binds the threads of its process until Shutdown",
+		Doc: "the cores to which the ranks of a host are bound. core gives each rank the same number of cores, as " +
+			"many as there are, and no core to two ranks. numa gives each rank all cores of a NUMA node. Cores " +
+			"that the launcher or a cgroup does not allow are left out. hvdrun binds the processes that it " +
+			"starts; under other launchers, Init binds the threads of its process until Shutdown",
 		kind: oneOf(func(c *Config, word string) { c.BindTo = binding.Unit(word) }, string(binding.None),
 			string(binding.Core), string(binding.NUMA)),
 	},

@@ -479,9 +479,8 @@ func TestElasticFaults(t *testing.T) {
 	tellJob(t, j)
 }
 
-// TestElasticResets kills a rank of an elastic job again and again. The memory and the descriptors of the first
-// rank do not grow.
-// With -whole it does so 100 times, for 200 resets.
+// TestElasticResets kills a rank of an elastic job again and again. The memory and the descriptors of the
+// first rank do not grow. With -whole it does so 100 times, for 200 resets.
 func TestElasticResets(t *testing.T) {
 	t.Parallel()
 	const ranks = 3

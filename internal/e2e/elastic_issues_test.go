@@ -202,7 +202,7 @@ func TestElasticIssues(t *testing.T) {
 		results  int    // how many ranks finish the training
 		result   string // a regular expression for what they print; by default a state that is that of one step
 	}{
-		{name: "1872: a change that is undone is none", hosts: "h1 h2",
+		{name: "1872: a host is added and removed again before its process is ready", hosts: "h1 h2",
 			script: `case $HVD_MEMBER in h3*) echo slow; exec sleep 1000;; esac; exec "$0"`,
 			play: func(t *testing.T, c *cluster) {
 				c.trained(1, 2)

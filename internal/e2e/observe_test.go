@@ -370,10 +370,11 @@ func TestEachProcessAnswers(t *testing.T) {
 				}
 				return ready == processes
 			})
-			url := regexp.MustCompile(`metrics at (http://\S+)`).FindStringSubmatch(j.err())
-			if url == nil {
-				t.Fatalf("hvdrun does not say where metrics are:\n%s", j.err())
-			}
+			var url []string
+			j.untilError("address of the metrics", func(text string) bool {
+				url = regexp.MustCompile(`metrics at (http://\S+)\n`).FindStringSubmatch(text)
+				return url != nil
+			})
 			metrics := func() (text string) {
 				if !k.hosts {
 					return get(t, url[1])
