@@ -126,9 +126,9 @@ func (j *job) nextRestart() (next time.Time) {
 		case k.pending() && (k.gone || time.Since(k.again) < 0):
 			at = k.again
 		case k.pending():
-			at = k.again.Add(j.o.Kill)
+			at = k.again.Add(j.vanishTime())
 		case !k.killed.IsZero():
-			at = k.killed.Add(j.o.Kill)
+			at = k.killed.Add(j.vanishTime())
 		default:
 			continue
 		}
@@ -144,7 +144,7 @@ func (j *job) nextRestart() (next time.Time) {
 func (j *job) restartDue() {
 	for _, k := range j.ranks {
 		switch late := time.Since(k.again); {
-		case !k.killed.IsZero() && time.Since(k.killed) >= j.o.Kill:
+		case !k.killed.IsZero() && time.Since(k.killed) >= j.vanishTime():
 			k.killed = time.Time{}
 			j.fail(k)
 			j.endIfOver()
@@ -153,12 +153,16 @@ func (j *job) restartDue() {
 			k.again = time.Now().Add(minRestartDelay)
 		case k.gone:
 			j.restart(k)
-		case late >= j.o.Kill:
+		case late >= j.vanishTime():
 			j.fail(k)
 			j.endIfOver()
 		}
 	}
 }
+
+// vanishTime is how long the processes of a rank that is to be started again may take to disappear. That takes
+// longer on a busy machine, and then a job that goes on is better than one that has failed.
+func (j *job) vanishTime() time.Duration { return 6 * j.o.Kill }
 
 // restart orders the agent to start rank k again.
 func (j *job) restart(k *rank) {
