@@ -2,6 +2,9 @@ package e2e
 
 import (
 	"fmt"
+	"os"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -69,16 +72,23 @@ func (h hang) run(t *testing.T) (longest time.Duration) {
 		d.memory = "shm,tcp"
 	}
 	// The delay can be so long that Init has succeeded. Then the victim is silent for the liveness limit.
-	env := append(d.env(), fmt.Sprint("HVD_LIVENESS_SECONDS=", initTime.Seconds()), howVariable+"="+h.how, fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=",
-		initTime.Seconds()))
-	var j *job
+	const limit = "HOROVOD_GLOO_TIMEOUT_SECONDS="
+	env := append(d.env(), fmt.Sprint("HVD_LIVENESS_SECONDS=", initTime.Seconds()), howVariable+"="+h.how,
+		programVariable+"=dies", fmt.Sprint(limit, jobLimit.Seconds()))
+	flags := []string{"-np", strconv.Itoa(h.ranks)}
+	var enter []string
 	if h.by == "two hosts" {
 		hosts := testnet.NewHosts(t, 2)
-		j = startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{1, h.ranks - 1}, false), "--agent",
-			enterHost}, "dies", env...)
-	} else {
-		j = start(t, h.ranks, "dies", env...)
+		enter = on(t, hosts[0])
+		flags = []string{"-H", list(hosts, layout{1, h.ranks - 1}, false), "--agent", enterHost}
 	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Only the ranks have the short limit, because that of hvdrun is for the start of its agents.
+	j := startCommand(t, slices.Concat(enter, []string{hvdrunPath}, flags,
+		[]string{"env", fmt.Sprint(limit, initTime.Seconds()), self}), env...)
 	told := 0
 	for l := range j.lines {
 		if text, ok := strings.CutPrefix(l.text, "took "); ok {
