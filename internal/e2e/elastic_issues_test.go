@@ -61,8 +61,8 @@ func (c *cluster) write(t testing.TB, name, text string) {
 }
 
 // trained waits until the ranks of a generation have trained, and returns their process IDs by their slots,
-// such as h1:0. After the first generation, it waits until all ranks have the state in this generation, so that
-// they do not end the training in an earlier one.
+// such as h1:0. After the first generation, it waits until all ranks have the state in this generation, so
+// that they do not end the training in an earlier one.
 func (c *cluster) trained(generation, ranks int) map[string]int {
 	c.t.Helper()
 	c.says(fmt.Sprintf("hvdrun: generation %d: %d rank", generation, ranks))
@@ -200,7 +200,7 @@ func TestElasticIssues(t *testing.T) {
 		said     string // what hvdrun says, besides the changes of the ranks
 		silent   bool   // hvdrun says nothing about generation 2
 		results  int    // how many ranks finish the training
-		result   string // a regular expression for what they print; by default a state that is that of one step
+		result   string // a regular expression for what they print; by default the state of one step
 	}{
 		{name: "1872: a host is added and removed again before its process is ready", hosts: "h1 h2",
 			script: `case $HVD_MEMBER in h3*) echo slow; exec sleep 1000;; esac; exec "$0"`,

@@ -160,8 +160,8 @@ func (j *job) restartDue() {
 	}
 }
 
-// vanishTime is how long the processes of a rank that is to be started again may take to disappear. That takes
-// longer on a busy machine, and then a job that goes on is better than one that has failed.
+// vanishTime returns how long the processes of a rank that is to be started again may take to disappear. On a
+// busy machine that takes longer, and a job that goes on is better than one that has failed.
 func (j *job) vanishTime() time.Duration { return 6 * j.o.Kill }
 
 // restart orders the agent to start rank k again.
