@@ -168,9 +168,10 @@ type Engine struct {
 	flushing context.Context
 	endFlush context.CancelFunc
 	stopOnce sync.Once
+	over     chan struct{} // when closed, the epoch is over, but operations may not have ended yet
 	ended    chan struct{} // when closed, the epoch is over and every operation has ended
 	released chan struct{} // when closed, connections and goroutines are gone too
-	failure  error         // why the epoch ended (nil after a shutdown); read only after ended is closed
+	failure  error         // why the epoch ended (nil after a shutdown); read only after over is closed
 	mu       sync.Mutex
 	finished []finishedWork // work that lanes have ended; guarded by mu
 	reported atomic.Bool    // whether finished has elements; stored with mu held
@@ -231,6 +232,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg: cfg, log: cfg.Log, start: time.Now(), due: controller.Never, expiredDue: controller.Never,
 		cycleTime: cfg.CycleTime,
 		stop:      make(chan struct{}),
+		over:      make(chan struct{}),
 		ended:     make(chan struct{}),
 		released:  make(chan struct{}),
 		stalls:    watch.NewStalls(cfg.Log, cfg.StallsExplained, cfg.OnStall),
@@ -489,6 +491,10 @@ func (e *Engine) Close() {
 // Afterwards Err returns the reason.
 func (e *Engine) Ended() <-chan struct{} { return e.ended }
 
+// Over returns a channel that is closed when the epoch is over for this rank, before any operation ends because
+// of it. Afterwards Err returns the reason.
+func (e *Engine) Over() <-chan struct{} { return e.over }
+
 // Err returns why the epoch ended. It returns nil after an orderly shutdown. It must not be called before the
-// channel of Ended is closed.
+// channel of Over is closed.
 func (e *Engine) Err() error { return e.failure }

@@ -33,6 +33,7 @@ func (e *Engine) BackgroundThreadLoop() {
 	if err == nil {
 		e.failure = e.stopCause
 	}
+	close(e.over)
 	e.answer(err)
 	close(e.ended)
 	if e.cfg.Tuner != nil {

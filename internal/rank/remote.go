@@ -63,7 +63,7 @@ func (r *Rank) Check() error {
 		return r.Remote.Check()
 	}
 	select {
-	case <-r.Engine.Ended():
+	case <-r.Engine.Over():
 		if err := r.Engine.Err(); err != nil {
 			return err
 		}

@@ -275,7 +275,7 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_CHANGED)
                     state._is_commit = True
                 except RuntimeError as e:
-                    _failed(_peer_error(e))
+                    _failed(e)
                 reset()
                 for f in _engine_.before_again:
                     f()
@@ -345,19 +345,15 @@ def _sync(state: State, undo: bool) -> None:
         raise
 
 
-def _peer_error(e: RuntimeError) -> PeerError:
-    """Returns an error of failed ranks, or raises any other error. Code in C++ that waits for an operation, such as torch's
-    DistributedDataParallel, passes on only the text of the error.
+def _failed(e: RuntimeError) -> None:
+    """Raises e, or an error because of it, unless the training goes on after ranks have failed. Code in C++ that waits for
+    an operation, such as torch's DistributedDataParallel, passes on only the text of a PeerError. The engine knows of the
+    end of the job before the operation ends.
     """
-    failure = _engine_.failure() if "PeerError: " in str(e) and not isinstance(e, HorovodInternalError) else e
-    if isinstance(failure, PeerError):
-        return failure
-    raise e
-
-
-def _failed(e: PeerError) -> None:
-    """Raises e, or an error because of it, unless the training goes on after ranks have failed."""
-    if not _engine_.initialized() or not _progress().generation:
+    by_text = not isinstance(e, HorovodInternalError) and "PeerError: " in str(e)
+    if not _engine_.initialized() or not isinstance(_engine_.failure() if by_text else e, PeerError):
+        raise e
+    if not _progress().generation:
         raise e
     try:
         _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_FAILED)
