@@ -96,7 +96,7 @@ typedef uint64_t hvd_handle_t;
 #define HVD_EMPTY 4u          /* in a join: this rank also takes part in operations that have no neutral element */
 
 /* A flag of hvd_shutdown: the program has failed, so the rank fails too, and the other ranks learn why. This
- * also ends an hvd_init and a shutdown that wait for the other ranks. */
+ * also ends an hvd_init, unless a sidecar runs the engine, and a shutdown that wait for the other ranks. */
 #define HVD_FAILED 1u
 
 /* A flag of hvd_add_process_set: only the members call the function. */

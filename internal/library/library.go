@@ -41,8 +41,7 @@ type Library struct {
 	// newcomer is set, and running is nil, from an Init in an elastic job that trains already until
 	// JoinTraining makes this process a rank.
 	newcomer atomic.Pointer[newcomer]
-	// joining cancels the Init in progress. It is nil without one.
-	joining atomic.Pointer[context.CancelFunc]
+	joining  joining
 	// changing is held by a call that joins or leaves a job.
 	changing sync.Mutex
 	// Only the holder of changing may use met and last.
@@ -85,10 +84,8 @@ func (l *Library) Init(o InitOptions) Handle {
 		if l.Rank() != nil {
 			return nil
 		}
-		ctx, cancel := context.WithCancel(context.Background())
-		defer cancel()
-		l.joining.Store(&cancel)
-		defer l.joining.Store(nil)
+		ctx, end := l.joining.begin()
+		defer end()
 		c, err := l.sidecars.open("init", o.Settings)
 		if err != nil {
 			return err
@@ -106,6 +103,46 @@ func (l *Library) Init(o InitOptions) Handle {
 		}
 		return err
 	})
+}
+
+// joining is the Init in progress.
+type joining struct {
+	mu       sync.Mutex
+	cancel   context.CancelFunc // nil without an Init in progress
+	stopping int                // failed Shutdowns that have not returned yet
+}
+
+// begin returns the context of an Init that begins, and a function that the Init calls at its end. The caller
+// holds Library.changing, so a failed Shutdown in progress waits for this Init, and cancels it.
+func (j *joining) begin() (ctx context.Context, end func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.cancel = cancel
+	if j.stopping > 0 {
+		cancel()
+	}
+	return ctx, func() {
+		cancel()
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		j.cancel = nil
+	}
+}
+
+// stop cancels the Init in progress, and those that begin until the returned function is called.
+func (j *joining) stop() (end func()) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.stopping++
+	if j.cancel != nil {
+		j.cancel()
+	}
+	return func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		j.stopping--
+	}
 }
 
 // join joins this process to its job. The caller holds l.changing.
@@ -134,8 +171,8 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		if r := l.running.Load(); r != nil && failed {
 			err = r.Fail(why)
 		}
-		if cancel := l.joining.Load(); cancel != nil && failed {
-			(*cancel)()
+		if failed {
+			defer l.joining.stop()()
 		}
 		if n := l.newcomer.Swap(nil); n != nil {
 			n.cancel()

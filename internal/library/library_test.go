@@ -1,6 +1,7 @@
 package library
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -70,6 +71,48 @@ func TestFailedShutdown(t *testing.T) {
 	err := all[1].Wait(all[1].Shutdown("", false), time.Minute, nil)
 	if err == nil || !strings.Contains(err.Error(), "rank 0 failed: the program has failed") {
 		t.Errorf("rank 1 got %v, want an error that says that rank 0 has failed and why", err)
+	}
+}
+
+// TestFailedShutdownEndsInit fails a process whose Init begins while a failed Shutdown is in progress.
+func TestFailedShutdownEndsInit(t *testing.T) {
+	l := New(nil, goMemory)
+	end := l.joining.stop() // as a Shutdown that waits for l.changing, which Init gets first
+	defer end()
+	h := l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": "file://" + filepath.Join(t.TempDir(), "job"),
+		"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}})
+	if err := l.Wait(h, time.Minute, nil); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want context.Canceled", err)
+	}
+}
+
+// TestCheckAfterFailure checks that an operation ends because of a failed rank only when Check knows that.
+func TestCheckAfterFailure(t *testing.T) {
+	all := initialized(t, 2)
+	x := make([][1]float32, 3000)
+	handles := make([]Handle, len(x))
+	for i := range x {
+		h, err := all[0].Submit(sum(fmt.Sprint("x", i), x[i][:], true))
+		if err != nil {
+			t.Fatal(err)
+		}
+		handles[i] = h
+	}
+	failed := all[1].Shutdown("the program has failed", true)
+	if _, err := all[0].WaitAny(handles, time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	if err := all[0].Check(); err == nil {
+		t.Error("an operation has ended, and Check says that the job runs")
+	}
+	for i, l := range all {
+		h := failed
+		if i == 0 {
+			h = l.Shutdown("", false)
+		}
+		if err := l.Wait(h, time.Minute, nil); errors.Is(err, ErrPending) {
+			t.Error(err)
+		}
 	}
 }
 

@@ -44,6 +44,9 @@ _IN_LIBRARY = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, Averag
 # The most kinds of operations for which slots are kept.
 _MAX_SLOTS = 32768
 
+# How long a thread that ends what holds the lock of the engine waits for the lock at a time.
+_LOOK_SECONDS = 0.05
+
 # The name of a blocking operation to which the program has given none. The library names all other unnamed operations
 # noname.1, noname.2 and so on.
 SYNC_NAME = "noname.0"
@@ -600,9 +603,11 @@ class Engine:
             "process, or call add_process_set()"
         )
 
-    def shutdown(self) -> None:
-        """Leaves the job. Outside a job this has no effect."""
-        self._leave(*_exit.of_shutdown())
+    def shutdown(self, limit: float = math.inf) -> None:
+        """Leaves the job. Outside a job this has no effect. If the other ranks need this one for longer than the limit, in
+        seconds, it leaves as a failed rank.
+        """
+        self._leave(*_exit.of_shutdown(), limit)
 
     def rejoin(self) -> None:
         """Leaves an elastic job and joins it again, with the same settings and without process sets."""
@@ -611,19 +616,32 @@ class Engine:
 
     def fail(self, reason: str) -> None:
         """Leaves the job as a failed rank, so that the operations of the other ranks end with an error. This also ends
-        an init in another thread, which holds the lock.
+        an init and a shutdown in another thread, which hold the lock while they wait for other ranks.
         """
-        if self._joining:
-            with contextlib.suppress(HorovodInternalError):
-                _library.call(waiting.hvd_shutdown, reason.encode(), _library.FAILED)
-        self._leave(reason, True)
+        # The thread may not have called the library yet.
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            self._fail_now(reason)
+        try:
+            self._leave(reason, True)
+        finally:
+            self._lock.release()
 
-    def _leave(self, reason: str, failed: bool) -> None:
+    def _fail_now(self, reason: str) -> None:
+        with contextlib.suppress(HorovodInternalError, ValueError):
+            _library.call(waiting.hvd_shutdown, reason.encode(), _library.FAILED)
+
+    def _leave(self, reason: str, failed: bool, limit: float = math.inf) -> None:
         with self._lock:
             if self._place is None:
                 return
             try:
-                _library.call(waiting.hvd_shutdown, reason.encode(), _library.FAILED if failed else 0)
+                handle = _library.Handle()
+                check(waiting.hvd_shutdown(reason.encode(), _library.FAILED if failed else 0, handle))
+                try:
+                    _library.wait(handle, limit=limit)
+                except TimeoutError:
+                    self._fail_now(f"other ranks still needed this one {limit:g} s after it had left the job")
+                    _library.wait(handle)
             except (HorovodInternalError, ValueError):
                 pass  # the job has failed, and the operations in flight have raised its error
             finally:
@@ -641,9 +659,13 @@ class Engine:
     def close(self) -> None:
         """Leaves the job when the process exits."""
         reason, failed = _exit.of_exit()
-        if self._joining:
-            self.fail(reason or "its process exits while a thread joins the job")
-        self._leave(reason, failed)
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            if self._joining:
+                self._fail_now(reason or "its process exits while a thread joins the job")
+        try:
+            self._leave(reason, failed)
+        finally:
+            self._lock.release()
 
     def after_fork(self) -> None:
         """Makes the engine usable in a forked process. It replaces the locks, because no thread exists there that could

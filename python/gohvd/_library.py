@@ -10,8 +10,10 @@ import collections
 import ctypes
 import functools
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -403,14 +405,19 @@ def check(status: int) -> None:
         raise error(status)
 
 
-def wait(handle: Handle, result: Result | None = None) -> None:
-    """Waits for something that a function has begun, and raises its error."""
+def wait(handle: Handle, result: Result | None = None, limit: float = math.inf) -> None:
+    """Waits for something that a function has begun, and raises its error. After the limit, in seconds, it raises
+    TimeoutError, and the handle can still be used.
+    """
     into = None if result is None else ctypes.addressof(result)
+    end = time.monotonic() + limit
     while True:
         status = waiting.hvd_wait(handle.value, SLICE, into)
         if status != PENDING:
             check(status)
             return
+        if time.monotonic() > end:
+            raise TimeoutError
 
 
 def call(function: Any, *args: Any) -> None:
