@@ -48,6 +48,11 @@ type Library struct {
 	met  *bootstrap.Meeting
 	last uint64 // epoch of the last job of this process
 
+	// made is the last id of NewUniqueID. It is guarded by madeMu.
+	made     uniqueID
+	madeMu   sync.Mutex
+	lateTime time.Duration // how long it is served after the Init by it has failed
+
 	nodeChanging sync.Mutex // held by a call that starts or ends the node
 	node         atomic.Pointer[Node]
 
@@ -61,7 +66,7 @@ type Library struct {
 
 // New returns the Library of this process. near returns the folders in which hvdd is looked for before PATH.
 func New(near func() []string, memory Memory) *Library {
-	return &Library{memory: memory, sidecars: sidecars{near: near}}
+	return &Library{memory: memory, sidecars: sidecars{near: near}, lateTime: 30 * time.Second}
 }
 
 // InitOptions are the options of Init. The keys of Settings are the names of settings.
@@ -78,7 +83,7 @@ func (o *InitOptions) rank() rank.Options {
 // Init joins this process to its job, and waits until all ranks have joined. In a job it does nothing. In an
 // elastic job that trains already, it does not wait, and JoinTraining makes this process a rank.
 func (l *Library) Init(o InitOptions) Handle {
-	return l.start(func(*Result) error {
+	return l.start(func(*Result) (err error) {
 		l.changing.Lock()
 		defer l.changing.Unlock()
 		if l.Rank() != nil {
@@ -97,6 +102,11 @@ func (l *Library) Init(o InitOptions) Handle {
 			}
 			return err
 		}
+		defer func() {
+			if err != nil {
+				l.endID(o.Settings["HVD_UNIQUE_ID"])
+			}
+		}()
 		err = l.join(ctx, &o, true)
 		if errors.Is(err, rank.ErrBuilding) {
 			return l.expect(&o)
@@ -240,8 +250,33 @@ func (l *Library) NewUniqueID(o InitOptions) (string, error) {
 		return c.NewUniqueID(context.Background(), config.Environ(), o.Settings)
 	}
 	options := o.rank()
-	id, _, err := options.NewID(context.Background())
-	return id.String(), err
+	ctx, cancel := context.WithCancel(context.Background())
+	id, served, err := options.NewID(ctx)
+	if err != nil {
+		cancel()
+		return "", err
+	}
+	l.madeMu.Lock()
+	defer l.madeMu.Unlock()
+	l.made = uniqueID{id.String(), cancel, served}
+	return l.made.text, nil
+}
+
+// uniqueID is an id whose store this process serves.
+type uniqueID struct {
+	text   string
+	end    context.CancelFunc
+	served <-chan struct{} // closed when the store has ended
+}
+
+// endID ends the store of an id by which an Init has failed, when the other ranks have had time to fail too. It
+// does so only for the last id of NewUniqueID.
+func (l *Library) endID(text string) {
+	l.madeMu.Lock()
+	defer l.madeMu.Unlock()
+	if text != "" && text == l.made.text {
+		time.AfterFunc(l.lateTime, l.made.end)
+	}
 }
 
 // GPULibraries returns a cuda.Found as JSON. It counts devices only if asked.

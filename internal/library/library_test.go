@@ -86,6 +86,26 @@ func TestFailedShutdownEndsInit(t *testing.T) {
 	}
 }
 
+// TestFailedInitEndsID checks that the store of a unique id ends after the Init by the id has failed.
+func TestFailedInitEndsID(t *testing.T) {
+	l := New(nil, goMemory)
+	l.lateTime = 0
+	id, err := l.NewUniqueID(InitOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := l.Init(InitOptions{Settings: map[string]string{"HVD_UNIQUE_ID": id, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2",
+		"HOROVOD_GLOO_TIMEOUT_SECONDS": "0.5"}})
+	if err := l.Wait(h, time.Minute, nil); err == nil || errors.Is(err, ErrPending) {
+		t.Fatalf("got %v, want an error", err)
+	}
+	select {
+	case <-l.made.served:
+	case <-time.After(time.Minute):
+		t.Error("the store is still served")
+	}
+}
+
 // TestCheckAfterFailure checks that an operation ends because of a failed rank only when Check knows that.
 func TestCheckAfterFailure(t *testing.T) {
 	all := initialized(t, 2)
