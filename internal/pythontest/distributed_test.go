@@ -167,8 +167,8 @@ func TestTorchDistributedKilled(t *testing.T) {
 	}
 }
 
-// TestTorchDistributedElastic kills rank 1 of three. The others reconfigure the group, and train on with the
-// same DistributedDataParallel.
+// TestTorchDistributedElastic kills rank 1 of three. The others reconfigure the group. With torch's way they
+// train on with a new DistributedDataParallel of torch.
 func TestTorchDistributedElastic(t *testing.T) {
 	hasReconfigure := exec.Command(testnet.NewTorch(t), "-c",
 		"import torch.distributed as dist; dist.ProcessGroup.reconfigure").Run() == nil

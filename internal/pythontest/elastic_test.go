@@ -125,7 +125,7 @@ func TestElasticTorchBuilding(t *testing.T) {
 		`hvdrun: generation 3: 3 ranks: new: `: 1, `hvdrun: generation 4`: 0})
 }
 
-// TestElasticDDP kills a rank of a job that trains with torch's DistributedDataParallel.
+// TestElasticDDP kills a rank of a job that trains with gohvd's DistributedDataParallel.
 func TestElasticDDP(t *testing.T) {
 	t.Parallel()
 	cmd := elasticJobOf(t, testnet.NewTorch(t), []string{"-np", "3", "--min-np", "2"}, "ddp")

@@ -443,8 +443,19 @@ def own() -> None:
         sys.exit(0)
 
 
+def refuses_gloo(dist) -> None:
+    """Checks that what needs a store fails at once in a group of gohvd://."""
+    for call in (dist.monitored_barrier, lambda: dist.new_group(backend="gloo")):
+        try:
+            call()
+        except Exception as e:
+            assert "have no store" in str(e), e
+        else:
+            raise AssertionError("want an error that says that there is no store")
+
+
 def ddp() -> None:
-    """Rank 1 dies, and a new process takes its place. The ranks train with torch's DistributedDataParallel over groups of a
+    """Rank 1 dies, and a new process takes its place. The ranks train with gohvd's DistributedDataParallel over groups of a
     generation, and are equal after each step.
     """
     import torch.distributed as dist
@@ -462,6 +473,7 @@ def ddp() -> None:
         dist.init_process_group("gohvd", init_method="gohvd://")
         assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
         parallel = gohvd.torch.distributed.DistributedDataParallel(state.model)
+        refuses_gloo(dist)
         pair = dist.new_group([0, 1])
         while state.again < 20:
             if FIRST and hvd.local_rank() == 1 and state.step == 5:

@@ -67,7 +67,6 @@ class Calls:
         self._label = group_id
         self._names = [f"torch.{group_id}.{i + 1}" for i in range(_CALLS)]
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
-        self._coalesced: list[Operation] | None = None
         self._begin_job()
 
     def _begin_job(self) -> None:
@@ -77,6 +76,7 @@ class Calls:
     def _use(self, job: _job.Job) -> None:
         """Makes the members of the group in a job communicate through it."""
         self._calls = 0
+        self._coalesced: list[Operation] | None = None
         # The last call with each name. A weak reference does not keep the tensors of a call that is done.
         self._last: list[Callable[[], Call | None] | None] = [None] * _CALLS
         self._barriers = 0
@@ -144,7 +144,9 @@ class Calls:
 
     def errored(self) -> Exception | None:
         """Returns the error that has ended the job of the group, or None while it runs."""
-        return None if self._why_invalid else _engine.engine.failure()
+        if self._why_invalid:
+            return RuntimeError(f"torch.distributed: process group {self._label} {self._why_invalid}")
+        return _engine.engine.failure()
 
     def invalidate(self, why: str = "was destroyed") -> None:
         """Makes all later calls fail."""
@@ -543,11 +545,6 @@ class Calls:
         The ranks meet in torch's store, so a rank that hangs in another operation is found, also if it is rank 0. If a
         rank dies, the others raise the error that names it within about a second.
         """
-        if isinstance(getattr(self._store, "_underlying_non_prefix_store", None), dist.HashStore):
-            raise RuntimeError(
-                "torch.distributed.monitored_barrier: a group of the init method gohvd:// has no store for it: call barrier, "
-                "whose error names the missing ranks too"
-            )
         if isinstance(timeout, timedelta) or timeout is None:
             limit = self._timeout if timeout is None else timeout
         else:
@@ -716,7 +713,7 @@ class ElasticProcessGroup(ProcessGroup):
 
         def meet() -> _job.Job:
             store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
-            return _job.enter(dist.PrefixStore(prefix, store), rank, world_size, None, self._timeout)
+            return _job.enter(dist.PrefixStore(prefix, store), rank, world_size, None, self._timeout, limited=True)
 
         self._change(rank, world_size, meet)
 
@@ -726,6 +723,12 @@ class ElasticProcessGroup(ProcessGroup):
         self._why_invalid = f"could not be reconfigured to {size} members"
         self._rank, self._size = rank, size
         self._use(join())
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        raise RuntimeError(
+            "torch.distributed.monitored_barrier: an elastic group has no store for its present members: call barrier, whose "
+            "error names the missing ranks too"
+        )
 
     def get_error(self) -> Any:
         """Returns whether the job of the group has failed, as backends of torch do."""

@@ -6,6 +6,7 @@ already in a job of gohvd with the same numbers, because the program has called 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -31,6 +32,8 @@ class Job:
         """
         self.ours = ours
         """Whether a group has begun the job. If not, the program has."""
+        self.by_url = False
+        """Whether torch's default group was made with gohvd://."""
         # It holds the groups until they leave. Torch does not hold a backend that it calls through its debug wrapper.
         self.groups: set[Any] = set()
 
@@ -51,7 +54,29 @@ class Job:
         return add_process_set(members, members_only=True, name=label, timeout=timeout.total_seconds() or None), members
 
 
+class _NoStore(dist.Store):
+    """The store of the groups that are made with gohvd://, whose ranks meet without one. Everything that needs a store
+    fails.
+    """
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(
+            "torch.distributed: groups of the init method gohvd:// have no store, which other backends, monitored_barrier "
+            "and TORCH_DIST_INIT_BARRIER need: use another init method, or barrier, whose error names the missing ranks too"
+        )
+
+    set = get = add = check = wait = compare_set = delete_key = num_keys = _refuse
+
+
+_NO_STORE = _NoStore()
+
 _job: Job | None = None
+
+# The settings of the time limit of Init allow only these seconds.
+_LIMITS = 0.001, 1e6
+
+# How long a member of a group that is reconfigured serves the others, which may have operations in flight.
+_LEAVE_SECONDS = 5
 
 # How long the first rank of a group may take to make a unique id. Only if it dies or hangs, this time passes.
 _LONGEST_START = timedelta(minutes=1)
@@ -75,34 +100,41 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iter
     place = _engine_.place()
     if (rank, world_size) not in ((-1, -1), (place.rank, place.size)):
         raise ValueError(f"{url}: got rank {rank} of {world_size}, want rank {place.rank} of {place.size}, as in hvd.init()")
-    yield dist.HashStore(), place.rank, place.size
+    yield _NO_STORE, place.rank, place.size
 
 
-def enter(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta) -> Job:
+def enter(
+    store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta, limited: bool = False
+) -> Job:
     """Returns the job of this process. If there is none, joins the ranks of a new group to a job. ranks has the ranks of
-    the new group in the default group, or is None for a new default group.
+    the new group in the default group, or is None for a new default group. limited says that the timeout limits how long
+    they wait for each other.
     """
     global _job
     if ranks is None and _job is not None:
         leave_all()  # torch versions before 2.3 do not tell a group that it is destroyed
     if _job is None or not _engine_.initialized():
-        ours = _meet(store, rank, size, ranks, timeout)
+        by_url = getattr(store, "_underlying_non_prefix_store", store) is _NO_STORE
+        ours = not by_url and _meet(store, rank, size, ranks, timeout, limited)
         _job = Job(ranks, ours)
+        _job.by_url = by_url
     return _job
 
 
 def join(unique_id: str, rank: int, size: int, timeout: timedelta) -> Job:
     """Joins this process to a new job, whose ranks meet by a unique id."""
     global _job
-    _engine_.init([], {**_by_id(unique_id, rank, size), "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{timeout.total_seconds():g}"})
+    _engine_.init([], {**_by_id(unique_id, rank, size), **_limit(timeout)})
     _job = Job(None, True)
     return _job
 
 
 def leave_for(group: Any) -> None:
-    """Leaves the job that a group has begun, so that the group can begin another one."""
+    """Leaves the job that a group has begun, so that the group can begin another one. A member that hangs does not keep
+    this process in the job.
+    """
     if _job is not None and group in _job.groups and _job.ours:
-        return leave_all()
+        return leave_all(_LEAVE_SECONDS)
     if _engine_.initialized():
         raise ValueError(
             "reconfigure: this process is already in a job of gohvd, "
@@ -128,23 +160,23 @@ def leave(group: Any, its_set: ProcessSet) -> None:
 
 def end_generation() -> None:
     """Destroys the process groups of a generation that is over (docs/elastic.md), so that the training makes new ones."""
-    if _job is not None and dist.is_initialized() and dist.group.WORLD in _job.groups:
+    if _job is not None and dist.is_initialized() and (_job.by_url or dist.group.WORLD in _job.groups):
         dist.destroy_process_group()
 
 
-def leave_all() -> None:
+def leave_all(limit: float = math.inf) -> None:
     global _job
     job, _job = _job, None
     if job is not None:
         for group in list(job.groups):
             group.invalidate()
         if job.ours:
-            _engine_.shutdown()
+            _engine_.shutdown(limit)
 
 
-def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta) -> bool:
+def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta, limited: bool) -> bool:
     """Joins this process to the job of a group. Returns whether the job is new. All ranks of the group must call it. ranks
-    is that of enter.
+    and limited are those of enter.
 
     The rank that calls it first says how the ranks meet. So no rank waits here for one that never comes: ranks that are
     missing are missing in Init, which names them.
@@ -183,7 +215,7 @@ def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
         return False
     if running is not None:
         raise ValueError(f"{mine}, but rank {first} of the group has not: all ranks must call hvd.init(), or none")
-    settings = _by_id(rest, rank, size)
+    settings = {**_by_id(rest, rank, size), **(_limit(timeout) if limited else {})}
     if ranks is not None:
         # torch numbers the processes as hvdrun does. A group of all of them is the job that hvdrun knows.
         world = dist.get_world_size()
@@ -191,6 +223,13 @@ def _meet(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: ti
             settings["HVD_LAUNCHER_RANKS"] = ",".join(map(str, ranks))
     _engine_.init([], settings)
     return True
+
+
+def _limit(timeout: timedelta) -> dict[str, str]:
+    """Returns the setting that limits how long the ranks of a job wait for each other in Init. It must be equal at all of
+    them.
+    """
+    return {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{min(max(timeout.total_seconds(), _LIMITS[0]), _LIMITS[1]):g}"}
 
 
 def _by_id(unique_id: str, rank: int, size: int) -> dict[str, str]:
