@@ -278,7 +278,8 @@ int32_t hvd_has_devices(void);    /* 1 if operations on CUDA devices are possibl
 uint64_t hvd_epoch(void);         /* the number of the current life of the job, from 1 */
 
 /* hvd_new_unique_id makes an id by which all ranks of a job can meet, as the setting HVD_UNIQUE_ID. This process
- * serves them. options may be NULL. The text must be freed with hvd_free_text. */
+ * serves them until 30 s after they have met, or after an hvd_init by the id has failed in this process. options may
+ * be NULL. The text must be freed with hvd_free_text. */
 hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text);
 
 /* Operations. */

@@ -491,8 +491,8 @@ func (e *Engine) Close() {
 // Afterwards Err returns the reason.
 func (e *Engine) Ended() <-chan struct{} { return e.ended }
 
-// Over returns a channel that is closed when the epoch is over for this rank, before any operation ends because
-// of it. Afterwards Err returns the reason.
+// Over returns a channel that is closed when the epoch is over for this rank, before any operation ends
+// because of it. Afterwards Err returns the reason.
 func (e *Engine) Over() <-chan struct{} { return e.over }
 
 // Err returns why the epoch ended. It returns nil after an orderly shutdown. It must not be called before the

@@ -269,8 +269,8 @@ type uniqueID struct {
 	served <-chan struct{} // closed when the store has ended
 }
 
-// endID ends the store of an id by which an Init has failed, when the other ranks have had time to fail too. It
-// does so only for the last id of NewUniqueID.
+// endID ends the store of an id by which an Init has failed, when the other ranks have had time to fail too.
+// It does so only for the last id of NewUniqueID.
 func (l *Library) endID(text string) {
 	l.madeMu.Lock()
 	defer l.madeMu.Unlock()
