@@ -106,8 +106,8 @@ class Framework(Generic[A]):
         """
         raise NotImplementedError
 
-    def view(self, x: A, shape: Shape) -> A:
-        """Returns an array on a device with another shape and the elements of x."""
+    def reshape(self, x: A, shape: Shape) -> A:
+        """Gives a new array on a device another shape with as many elements, and returns the array."""
         raise NotImplementedError
 
     def device(self, x: A) -> int:
@@ -279,7 +279,7 @@ class Made(Generic[A]):
         fw = self.framework
         made = self.arrays.get(i)
         if made is not None:
-            return fw.view(made, shape)
+            return fw.reshape(made, shape)
         with fw.using(self.stream):
             return fw.empty(shape, self.likes[i])
 

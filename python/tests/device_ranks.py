@@ -180,7 +180,7 @@ class Devices(_engine.Framework[Array]):
         copy(target.address, source.address, source.nbytes)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
 
-    def view(self, x: Array, shape: tuple[int, ...]) -> Array:
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
         return Array(shape, x.dtype, at=x.place)
 
     def wrap(self, memory: Any, shape: tuple[int, ...], like: Array) -> Array:

@@ -81,6 +81,7 @@ class InPlace(Ranks):
             x = torch.full((self.rank + 1, 2), float(self.rank), device=DEVICE, requires_grad=True)
             y = hvd.allgather(x, name="rows")
             self.equal(y, torch.cat([torch.full((r + 1, 2), float(r)) for r in range(n)]))
+            y += 1
             y.sum().backward()
             self.equal(x.grad, torch.ones(self.rank + 1, 2))
             splits = torch.tensor([1] * (n - 1) + [2], dtype=torch.int32)

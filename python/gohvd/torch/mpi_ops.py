@@ -136,11 +136,12 @@ class _Torch(_engine.Framework[Tensor]):
     def wrap(self, memory: Any, shape: Shape, like: Tensor) -> Tensor:
         if not len(memory):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
-        x = torch.frombuffer(memory, dtype=like.dtype).view(shape)
+        x = self.reshape(torch.frombuffer(memory, dtype=like.dtype), shape)
         return x if like.is_cpu else x.to(like.device)
 
-    def view(self, x: Tensor, shape: Shape) -> Tensor:
-        return x.view(shape)
+    def reshape(self, x: Tensor, shape: Shape) -> Tensor:
+        # A view that a torch.autograd.Function returns cannot be changed in place.
+        return x.resize_(shape)
 
     def device(self, x: Tensor) -> int:
         return x.get_device() if x.is_cuda else -1
