@@ -267,10 +267,17 @@ func Load(path string) (*Runtime, error) {
 }
 
 // newRuntime returns the runtime in l.
-func newRuntime(l *Library) (*Runtime, error) {
-	// The table is memory of C, which is never freed: at each call cgo would check all pointers of one in Go.
-	r := &Runtime{Library: l, f: (*C.functions)(C.calloc(1, C.sizeof_functions)),
+func newRuntime(l *Library) (_ *Runtime, err error) {
+	// The table is memory of C, which a Runtime keeps for ever: at each call cgo would check all pointers of one
+	// in Go.
+	r := &Runtime{Library: l, f: (*C.functions)(C.malloc(C.sizeof_functions)),
 		contexts: make(map[C.int]unsafe.Pointer)}
+	*r.f = C.functions{}
+	defer func() {
+		if err != nil {
+			C.free(unsafe.Pointer(r.f))
+		}
+	}()
 	r.count = sync.OnceValues(r.countDevices)
 	if err := l.load(r.table(), functions); err != nil {
 		return nil, err

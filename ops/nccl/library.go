@@ -201,9 +201,11 @@ func open(path string) (*Library, error) {
 
 // newLibrary returns the NCCL in the file, also if it is too old.
 func newLibrary(file *cuda.Library) (l *Library, err error) {
-	// The table is memory of C, which is never freed: at each call cgo would check all pointers of one in Go.
-	l = &Library{File: file.File, f: (*C.functions)(C.calloc(1, C.sizeof_functions)),
+	// The table is memory of C, which a Library that is new enough keeps for ever: at each call cgo would check all
+	// pointers of one in Go.
+	l = &Library{File: file.File, f: (*C.functions)(C.malloc(C.sizeof_functions)),
 		EndTimeout: 5 * time.Second, devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
+	*l.f = C.functions{}
 	l.turn.L = &l.mu
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
@@ -215,6 +217,8 @@ func newLibrary(file *cuda.Library) (l *Library, err error) {
 	if len(missing) > 0 {
 		err = fmt.Errorf("nccl: %s has version %s, want at least 2.14: it lacks %s", l.File,
 			versionText(l.Version), strings.Join(missing, ", "))
+		C.free(unsafe.Pointer(l.f))
+		l.f = nil
 	}
 	return l, err
 }
