@@ -343,7 +343,7 @@ enum { old_op = offsetof(hvd_op_t, allocate) };
 
 #define needs_op(op, operation) \
 	needs((op) && ((op)->size == sizeof(hvd_op_t) || (op)->size == old_op), operation, \
-	      "the pointer to hvd_op_t is null, or its size is not sizeof(hvd_op_t)")
+	      "the pointer to hvd_op_t is null, or its size is neither sizeof(hvd_op_t) nor that of an earlier version")
 
 static size_t name_bytes(const hvd_op_t *op) { return op->name ? strlen(op->name) : 0; }
 
