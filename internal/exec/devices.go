@@ -173,10 +173,10 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 // output besides that on the device.
 func (m *machine) allocateTwice(w *Work, i int) {
 	h, e := &w.inHost, w.Entries[i]
-	o := madeOutput{entry: i, allocate: e.Allocate}
+	o, allocate := madeOutput{entry: i}, e.Allocate
 	e.Output = nil
 	e.Allocate = func(numBytes int) []byte {
-		o.made = o.allocate(numBytes)
+		o.made = allocate(numBytes)
 		if len(o.made) != numBytes || numBytes == 0 {
 			return o.made
 		}
@@ -242,7 +242,7 @@ func (m *machine) releaseCopies(w *Work) {
 		})
 	}
 	for _, o := range h.made {
-		w.Entries[o.entry].Output, w.Entries[o.entry].Allocate = o.made, o.allocate
+		w.Entries[o.entry].Output = o.made
 		m.cfg.Devices.GiveBack(h.device, o.memory)
 	}
 	w.inHost = inHost{}

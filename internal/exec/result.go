@@ -45,6 +45,7 @@ func (cfg *Config) checkResult(k message.Kind, numBytes int64) error {
 func output(e *tensorqueue.Entry, numBytes int) []byte {
 	if e.Allocate != nil && e.Output == nil {
 		e.Output = e.Allocate(numBytes)
+		e.Allocate = nil // it is called once, also if it fails
 	}
 	if len(e.Output) != numBytes {
 		return nil

@@ -124,7 +124,6 @@ type inHost struct {
 // madeOutput is an output on a device, and a copy of it in host memory.
 type madeOutput struct {
 	entry        int
-	allocate     func(numBytes int) []byte // of the entry
 	memory, made []byte
 }
 

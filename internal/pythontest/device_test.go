@@ -15,7 +15,7 @@ import (
 // the tensors are copied through host memory. In the last one, a rank is killed.
 func TestDevicePython(t *testing.T) {
 	run := func(tests string, ranks int, env string) (string, error) {
-		cmd := job(t, ranks, filepath.Join(python(t), "tests", "device_ranks.py"), tests)
+		cmd := job(t, ranks, filepath.Join(python(t), "tests", "device_ranks.py"), strings.Fields(tests)...)
 		// The streams are slow, so that missing waits show.
 		cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
 			"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
@@ -32,7 +32,7 @@ func TestDevicePython(t *testing.T) {
 		{"Values", 2, "DEFAULT_STREAM=1"},
 		{"Values", 2, "HOROVOD_ENABLE_ASYNC_COMPLETION=1"}, {"Fallbacks", 2, ""},
 		{"Faulted.test_before_operations", 3, ""}, {"Faulted.test_in_flight", 3, ""},
-		{"Values.test_unknown_sizes", 2, "HOROVOD_GPU_OPERATIONS=host"},
+		{"Values.test_unknown_sizes Values.test_no_memory", 2, "HOROVOD_GPU_OPERATIONS=host"},
 		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS=none"},
 	} {
 		out, err := run(c.tests, c.ranks, c.env)

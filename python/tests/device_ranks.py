@@ -356,7 +356,7 @@ class Values(OnDevice):
         """The framework cannot allocate the result at one rank. The others get theirs."""
         x = Array([1]).write([rank()])
         no = ValueError("there is no memory")
-        with unittest.mock.patch.object(fw, "empty", side_effect=no) if rank() == 0 else contextlib.nullcontext():
+        with unittest.mock.patch.object(fw, "empty", side_effect=no) if rank() == 0 else contextlib.nullcontext() as empty:
             call = begin(ALLGATHER, [x], "no memory")
             if rank() > 0:
                 self.assertEqual(call.results()[0].read(), list(range(size())))
@@ -364,6 +364,7 @@ class Values(OnDevice):
                 with self.assertRaisesRegex(RuntimeError, "has not allocated the result of tensor 0") as e:
                     call.results()
                 self.assertIs(e.exception.__cause__, no)
+                empty.assert_called_once()
         self.assertEqual(run(ALLREDUCE, x, "after", reduction=_engine.Sum), [size() * (size() - 1) / 2])
 
     def test_groups(self) -> None:
