@@ -29,7 +29,7 @@ type Op struct {
 	Device   int
 	Stream   uintptr
 	// Allocate returns memory of the device for the output of tensor i, or nil. If it is nil itself, all
-	// tensors on a device need an output.
+	// results on a device that have elements need an output.
 	Allocate func(i, numBytes int) unsafe.Pointer
 }
 
@@ -220,13 +220,6 @@ func (c *call) mark(o *Op) error {
 	case o.Stream == perThread:
 		return errors.New("got stream 2, which is another stream in each thread")
 	}
-	noOutput := x.Kind == message.Reduce && x.Root != x.Rank.Place.Rank
-	for _, b := range x.Buffers {
-		if b.Out == nil && b.In != nil && !noOutput && o.Allocate == nil {
-			return errors.New("the library does not allocate memory of CUDA devices: give all tensors an output, " +
-				"or the operation a function that allocates it")
-		}
-	}
 	e, err := x.Rank.Devices.Mark(o.Device, o.Stream)
 	if err != nil {
 		return err
@@ -265,16 +258,22 @@ func (c *call) allocateOnDevice(i, numBytes int) ([]byte, error) {
 	if numBytes == 0 {
 		return nil, nil
 	}
+	x := &c.execution
+	if c.allocate == nil {
+		return nil, x.Misuse("tensor %d: the result has %d bytes on device %d, of which the library does not "+
+			"allocate memory: give the tensor an output, or the operation a function that allocates it", i,
+			numBytes, c.device)
+	}
 	p := c.allocate(i, numBytes)
 	if p == nil {
 		return nil, fmt.Errorf("the program has not allocated the result of tensor %d, which has %d bytes, on "+
 			"device %d", i, numBytes, c.device)
 	}
-	e, err := c.execution.Rank.Devices.Mark(c.device, c.stream)
+	e, err := x.Rank.Devices.Mark(c.device, c.stream)
 	if err != nil {
 		return nil, err
 	}
-	c.execution.Ready = append(c.execution.Ready, e)
+	x.Ready = append(x.Ready, e)
 	return unsafe.Slice((*byte)(p), numBytes), nil
 }
 

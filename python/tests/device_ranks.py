@@ -24,7 +24,7 @@ from typing import Any
 
 import devices
 
-from gohvd import _engine
+from gohvd import _engine, _library
 from gohvd._library import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND
 from gohvd.basics import init, rank, shutdown, size
 from gohvd.exceptions import PeerError
@@ -96,7 +96,7 @@ class Array:
         if self.view is not None:
             return _address_of(self.view)
         assert self.place is not None
-        return self.place[0].address + self.place[1]
+        return self.place[0].address + self.place[1] if self.nbytes else 0  # as with torch
 
     def write(self, numbers: Sequence[float]) -> Array:
         """Writes numbers on the current stream. The copy is slow with the stand-in, so it goes on when this returns."""
@@ -113,7 +113,8 @@ class Array:
         return list(data)
 
     def _copy(self, to: int, source: int) -> None:
-        copy(to, source, self.nbytes)
+        if self.nbytes:
+            copy(to, source, self.nbytes)
 
 
 def copy(to: int, source: int, nbytes: int) -> None:
@@ -281,6 +282,8 @@ class Values(OnDevice):
         self.assertEqual(call.results()[0].shape, (mine, 2))
         self.assertEqual(call.results()[0].read(), [n * (n - 1) / 2] * (2 * mine))
         self.assertEqual(run(ALLREDUCE, Array([0]), "empty", reduction=_engine.Sum), [])
+        self.assertEqual(run(BROADCAST, Array([0]), "empty", root=last), [])
+        self.assertEqual(run(REDUCESCATTER, Array([1]).write([1]), "one row", reduction=_engine.Sum), [n][rank() :])
 
     def test_given_outputs(self) -> None:
         """The caller gives the outputs of an allgather and an alltoall. One overlaps the input, and one is not contiguous,
@@ -303,6 +306,10 @@ class Values(OnDevice):
         call = begin(ALLTOALL, [parts], "a2a", targets=[out], outputs=((n,),))
         self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
         self.assertEqual(call.received, [1] * n)
+        splits = tuple([int(r == 0) for r in range(n)])
+        out = Array([n if rank() == 0 else 0, 2])
+        begin(ALLTOALL, [x], "to rank 0", targets=[out], splits=splits, outputs=(out.shape,)).results()
+        self.assertEqual(out.read(), want if rank() == 0 else [])
         root = rank() == n - 1
         out = Array([n if root else 0, 2])
         begin(GATHER, [x], "g", targets=[out], outputs=(out.shape,), root=n - 1).results()
@@ -351,6 +358,22 @@ class Values(OnDevice):
             whole = Array([n * (n - 1) // 2], INT32).write(list(range(n * (n - 1) // 2)))
             y = begin(SCATTER, [whole], "unknown", splits=splits, root=last).results()[0]
             self.assertEqual(y.read(), list(range(rank() * (rank() - 1) // 2, rank() * (rank() + 1) // 2)))
+
+    def test_no_output(self) -> None:
+        """Programs in C give neither an output nor a function that allocates it."""
+        for kind, rows in (BROADCAST, 1), (ALLGATHER, 0 if rank() == 0 else 1):
+            x, shape = Array([1]).write([rank()]), (ctypes.c_int64 * 1)(rows)
+            t = _library.Tensor(
+                input=x.address if rows and kind == ALLGATHER else None, dims=1, shape=ctypes.addressof(shape)
+            )
+            op = _library.Op(
+                size=ctypes.sizeof(_library.Op), kind=kind, dtype=FLOAT32[0], num_tensors=1, tensors=ctypes.addressof(t),
+                root=(rank() + 1) % size(), prescale=1, postscale=1, device=DEVICE, stream=fw.current or None,
+            )  # fmt: skip
+            status = _library.waiting.hvd_run(ctypes.addressof(op), -1.0, None, None)
+            error = str(_library.error(status))
+            if size() > 1:
+                self.assertIn(f"tensor 0: the result has {4 if kind == BROADCAST else 4 * size() - 4} bytes on device", error)
 
     def test_no_memory(self) -> None:
         """The framework cannot allocate the result at one rank. The others get theirs."""
