@@ -2,8 +2,8 @@
  * the engine of one rank in this process. It is for every language except Go. docs/c-api.md is its reference.
  *
  * Ranks submit named tensors in any order. An operation runs when all its ranks have submitted it. Any thread may
- * call any function. The library never calls back into the program and keeps no pointer to memory of the program
- * except the buffers of operations in flight.
+ * call any function. Of the program the library calls only the function allocate of an hvd_op_t. It keeps no pointer
+ * to memory of the program except the buffers of operations in flight, and what they need to allocate results.
  *
  *	float x[4] = {1, 2, 3, 4};
  *	int64_t shape[] = {4};
@@ -118,7 +118,7 @@ typedef struct hvd_tensor {
 } hvd_tensor_t;
 
 /* hvd_op_t describes an operation. Make it with hvd_op, and then set the fields that the operation needs. The
- * library keeps nothing of it but the memory of the tensors. */
+ * library keeps nothing of it but the memory of the tensors, and allocate and context until the operation is done. */
 typedef struct hvd_op {
 	uint32_t size; /* sizeof(hvd_op_t), so that later versions can add fields */
 	uint32_t kind; /* an hvd_kind_t */
@@ -146,11 +146,16 @@ typedef struct hvd_op {
 	int32_t device;
 	uint32_t reserved; /* 0 */
 	void *stream;      /* a cudaStream_t */
-	/* Allocates the results of an operation on a device for tensors without an output: it returns the address of
-	 * that many bytes on the device, which belong to the program and may be used by earlier work on the stream.
-	 * NULL lets the operation fail at this rank. It is called at most once for each tensor, with its index, when
-	 * the size is known, and not for 0 bytes. Any thread may call it, and it must not call the library. If it is
-	 * NULL, all tensors on a device need an output. */
+	/* Allocates the result of a tensor without an output on a device: it gets context, the index of the tensor and
+	 * the number of bytes, which is not 0, and returns their address. If it returns NULL, the operation fails at
+	 * this rank. The library calls it at most once for each tensor: during the submission if the size is known
+	 * then, and otherwise in a thread of its own when the ranks have agreed. The device is the current one of this
+	 * thread, and the thread's mode of stream capture is relaxed. The function may wait for a lock of the program.
+	 * It must not wait for an operation, nor call hvd_init or hvd_shutdown. It may run for several operations at
+	 * the same time. It and context must stay valid until the operation is done, also after hvd_release.
+	 * The memory belongs to the program, also if the operation fails. Earlier work on the stream may use it; the
+	 * operation waits for that. If allocate is NULL, a tensor whose result on a device has elements needs an
+	 * output, or the operation fails with HVD_ERROR_USAGE, perhaps only when the size is known. */
 	void *(*allocate)(void *context, uint32_t tensor, uint64_t bytes);
 	void *context; /* the first argument of allocate */
 } hvd_op_t;

@@ -62,6 +62,17 @@ func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
 	return e, nil
 }
 
+// Use calls f as Device.Use does for the device with the given index.
+func (d *Devices) Use(index int, f func() error) error {
+	d.mu.Lock()
+	p, err := d.pool(index)
+	d.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return p.Device.Use(f)
+}
+
 // Latest removes the events of Mark that need not be waited for, because a later event of the same stream is
 // in the list. It changes the list in place.
 func Latest(events []*Event) []*Event {

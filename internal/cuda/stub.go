@@ -28,6 +28,9 @@ func NewDevices(*Runtime) *Devices { panic("cuda: not built") }
 // Mark returns an error.
 func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, ErrNotBuilt }
 
+// Use returns an error.
+func (d *Devices) Use(int, func() error) error { return ErrNotBuilt }
+
 // Release does nothing.
 func (d *Devices) Release(*Event) {}
 

@@ -148,8 +148,8 @@ const (
 // the goroutine that runs the turns waits for w.
 func (m *machine) fitsInTurn(w *Work, waitedFor bool) bool {
 	r := w.Grant.Responses[0]
-	if w.copied() {
-		return false // the lane waits for the copies
+	if w.copied() || w.allocates() {
+		return false // the lane waits for the copies, or for the program
 	}
 	numBytes := total(w)
 	if r.Kind.SendsRows() && !w.Absent {

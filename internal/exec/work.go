@@ -1,6 +1,7 @@
 package exec
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
@@ -107,6 +108,15 @@ func (w *Work) OnDevices() bool {
 // copied reports whether the tensors of w are on CUDA devices, but the backend gets them in host memory.
 func (w *Work) copied() bool {
 	return w.Grant.Responses[0].Devices != nil && w.Grant.Backend != message.NCCL
+}
+
+// allocates reports whether the program is to allocate an output of w on a device. The thread that does it
+// gets another device and stream, and may wait for a lock of the program, which the program holds perhaps
+// while it waits for w. So it must be neither the one that waits for w nor the one that runs the loop.
+func (w *Work) allocates() bool {
+	return w.OnDevices() && slices.ContainsFunc(w.Entries, func(e *tensorqueue.Entry) bool {
+		return e.Allocate != nil && e.Output == nil
+	})
 }
 
 // inHost has copies in host memory of the tensors of an operation.

@@ -28,8 +28,9 @@ type Op struct {
 	OnDevice bool
 	Device   int
 	Stream   uintptr
-	// Allocate returns memory of the device for the output of tensor i, or nil. If it is nil itself, all
-	// results on a device that have elements need an output.
+	// Allocate returns memory of the device for the output of tensor i, or nil. It is called with the device as
+	// the current one of the thread. If it is nil itself, all results on a device that have elements need an
+	// output.
 	Allocate func(i, numBytes int) unsafe.Pointer
 }
 
@@ -264,7 +265,14 @@ func (c *call) allocateOnDevice(i, numBytes int) ([]byte, error) {
 			"allocate memory: give the tensor an output, or the operation a function that allocates it", i,
 			numBytes, c.device)
 	}
-	p := c.allocate(i, numBytes)
+	var p unsafe.Pointer
+	err := x.Rank.Devices.Use(c.device, func() error {
+		p = c.allocate(i, numBytes)
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
 	if p == nil {
 		return nil, fmt.Errorf("the program has not allocated the result of tensor %d, which has %d bytes, on "+
 			"device %d", i, numBytes, c.device)

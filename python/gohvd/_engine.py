@@ -126,10 +126,6 @@ class Framework(Generic[A]):
         """Returns a context in which stream is the current stream of its device."""
         raise NotImplementedError
 
-    def set_stream(self, stream: Any) -> None:
-        """Makes stream the current stream of this thread, and its device the current device."""
-        raise NotImplementedError
-
     def follow(self, stream: Any) -> None:
         """Makes the current stream of the device wait for the work that is on stream now."""
         raise NotImplementedError
@@ -266,12 +262,11 @@ class Made(Generic[A]):
         """Implements the field allocate of the operation."""
         fw = self.framework
         try:
-            # The thread belongs to the library. To return it to its old device would make a context on device 0.
-            fw.set_stream(self.stream)
-            self.arrays[i] = made = fw.empty((nbytes // self.sizes[i],), self.likes[i])
+            with fw.using(self.stream):
+                self.arrays[i] = made = fw.empty((nbytes // self.sizes[i],), self.likes[i])
             return fw.address(made)
         except BaseException as e:
-            self.error = e
+            self.error = e.with_traceback(None)  # the traceback would refer to self
             return 0
 
     def array(self, i: int, shape: Shape) -> A:

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import unittest
 import unittest.mock
 import warnings
@@ -130,8 +131,18 @@ class Devices(_engine.Framework[Array]):
     has_devices = True
 
     def __init__(self) -> None:
+        self._of_thread = threading.local()
         self.current = 0 if os.environ.get("DEFAULT_STREAM") else new_stream()
         self.followed: list[int] = []
+
+    @property
+    def current(self) -> int:
+        """The current stream of this thread. It is the default stream in a thread that has not set it, as with torch."""
+        return getattr(self._of_thread, "stream", 0)
+
+    @current.setter
+    def current(self, stream: int) -> None:
+        self._of_thread.stream = stream
 
     def operands(self, op: Any, x: Any, target: Any) -> tuple[Any, Any]:
         return x, target  # begin gives lists, also if an operation is not grouped
@@ -168,9 +179,6 @@ class Devices(_engine.Framework[Array]):
             yield
         finally:
             self.current = before
-
-    def set_stream(self, stream: int) -> None:
-        cuda("cudaSetDevice", DEVICE)
 
     def follow(self, stream: int) -> None:
         self.followed.append(stream)
@@ -358,6 +366,35 @@ class Values(OnDevice):
             whole = Array([n * (n - 1) // 2], INT32).write(list(range(n * (n - 1) // 2)))
             y = begin(SCATTER, [whole], "unknown", splits=splits, root=last).results()[0]
             self.assertEqual(y.read(), list(range(rank() * (rank() - 1) // 2, rank() * (rank() + 1) // 2)))
+
+    def test_allocation(self) -> None:
+        """The library allocates a result in none of the program's threads, which wait perhaps with a lock or on another
+        stream, and for the stream of the operation.
+        """
+        x = Array([1]).write([rank()])
+        first, other, made, allocated = fw.current, new_stream(), fw.empty, []
+
+        def empty(*args: Any) -> Array:
+            allocated.append((threading.get_ident() == threading.main_thread().ident, fw.current))
+            return made(*args)
+
+        with unittest.mock.patch.object(fw, "empty", empty):
+            call = begin(ALLGATHER, [x], "allocation")
+            with fw.using(other):
+                self.assertEqual(call.results()[0].read(), list(range(size())))
+        self.assertEqual(allocated, [(False, first)])
+
+    def test_capture(self) -> None:
+        """A result is allocated while another stream is being captured. Then cudaMalloc fails in most threads."""
+        x = Array([1]).write([rank()])
+        x.read()
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_CAPTURE="1"):
+            captured = new_stream()
+        try:
+            y = begin(ALLGATHER, [x], "capture").results()[0]
+            self.assertEqual(y.read(), list(range(size())))
+        finally:
+            cuda("cudaStreamDestroy", ctypes.c_void_p(captured))
 
     def test_no_output(self) -> None:
         """Programs in C give neither an output nor a function that allocates it."""

@@ -155,9 +155,6 @@ class _Torch(_engine.Framework[Tensor]):
     def using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def set_stream(self, stream: torch.cuda.Stream) -> None:
-        torch.cuda.set_stream(stream)
-
     def follow(self, stream: torch.cuda.Stream) -> None:
         current = torch.cuda.current_stream(stream.device)
         if current != stream:
