@@ -268,8 +268,8 @@ func Load(path string) (*Runtime, error) {
 
 // newRuntime returns the runtime in l.
 func newRuntime(l *Library) (_ *Runtime, err error) {
-	// The table is memory of C, which a Runtime keeps for ever: at each call cgo would check all pointers of one
-	// in Go.
+	// The table is memory of C, which a Runtime keeps for ever: at each call cgo would check all pointers of
+	// one in Go.
 	r := &Runtime{Library: l, f: (*C.functions)(C.malloc(C.sizeof_functions)),
 		contexts: make(map[C.int]unsafe.Pointer)}
 	*r.f = C.functions{}

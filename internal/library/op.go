@@ -28,9 +28,9 @@ type Op struct {
 	OnDevice bool
 	Device   int
 	Stream   uintptr
-	// Allocate returns memory of the device for the output of tensor i, or nil. It is called with the device as
-	// the current one of the thread. If it is nil itself, all results on a device that have elements need an
-	// output.
+	// Allocate returns memory of the device for the output of tensor i, or nil. It is called with the device
+	// as the current one of the thread. If it is nil itself, all results on a device that have elements need
+	// an output.
 	Allocate func(i, numBytes int) unsafe.Pointer
 }
 

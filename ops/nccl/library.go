@@ -201,8 +201,8 @@ func open(path string) (*Library, error) {
 
 // newLibrary returns the NCCL in the file, also if it is too old.
 func newLibrary(file *cuda.Library) (l *Library, err error) {
-	// The table is memory of C, which a Library that is new enough keeps for ever: at each call cgo would check all
-	// pointers of one in Go.
+	// The table is memory of C, which a Library that is new enough keeps for ever: at each call cgo would
+	// check all pointers of one in Go.
 	l = &Library{File: file.File, f: (*C.functions)(C.malloc(C.sizeof_functions)),
 		EndTimeout: 5 * time.Second, devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
 	*l.f = C.functions{}
