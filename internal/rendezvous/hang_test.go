@@ -170,23 +170,43 @@ func TestRankZeroHangsAfterJoin(t *testing.T) {
 		"rendezvous: waiting for the other ranks to be ready: context deadline exceeded", 0)
 }
 
-// Rank 0 was stopped, and goes on after rank 1 has given up and left because it had no answer. Rank 0 is the
-// cause, and not rank 1, unless rank 1 has named itself.
+// Rank 1 gives up and leaves. If rank 0 was stopped at that time, and so did not answer, rank 0 is the cause,
+// unless rank 1 has named itself. If rank 0 was not stopped, rank 1 has died.
 func TestRankLeavesRankZero(t *testing.T) {
+	const died = "the process closed its connection during Init"
+	timeout := &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT}
+	late := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "late", Ranks: []int32{2}}
+	own := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "no memory", Ranks: []int32{1}}
+	ready := &rendezvouspb.Status{Kind: rendezvouspb.Status_READY}
 	for _, c := range []struct {
-		status *rendezvouspb.Status
-		cause  topo.Rank
-		reason string
+		stopped  bool
+		statuses []*rendezvouspb.Status
+		cause    topo.Rank
+		reason   string
 	}{
-		{&rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT}, 0,
-			"it did not answer when the time limit of Init passed at rank 1"},
-		{&rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "late"}, 0,
-			"it did not answer when rank 1 gave up: late"},
-		{&rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "no memory", Ranks: []int32{1}}, 1, "no memory"},
+		{true, []*rendezvouspb.Status{timeout}, 0, "it did not answer when the time limit of Init passed at rank 1"},
+		{true, []*rendezvouspb.Status{late}, 0, "it did not answer when rank 1 gave up: late"},
+		{true, []*rendezvouspb.Status{own}, 1, "no memory"},
+		{true, []*rendezvouspb.Status{timeout, ready}, 1, died}, // TIMEOUT has crossed TABLE
+		{false, []*rendezvouspb.Status{timeout}, 1, died},
+		{false, []*rendezvouspb.Status{late}, 1, died},
 	} {
 		sessions := meetWith(t, 3, secret.Secret{}, time.Hour)
+		root := sessions[0].root
+		root.mu.Lock()
+		root.cfg.grace = time.Hour // no delay of this test looks like a stop
+		root.ranAt, root.resumedAt = time.Now(), time.Time{}
+		if c.stopped {
+			root.ranAt = root.ranAt.Add(-2 * time.Hour)
+		}
+		root.mu.Unlock()
 		conn := sessions[1].member.conn
-		if err := errors.Join(sendStatus(conn, c.status), conn.Close()); err != nil {
+		for _, s := range c.statuses {
+			if err := sendStatus(conn, s); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := conn.Close(); err != nil {
 			t.Fatal(err)
 		}
 		for rank, err := range each(sessions, 1, func(_ int, s *Session) error {

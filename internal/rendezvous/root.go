@@ -75,7 +75,7 @@ type root struct {
 	// root is complete.
 	members   []*caller
 	missing   int
-	gaveUp    map[int]bool  // ranks that had joined and then gave up at their deadline
+	gaveUp    map[int]bool  // ranks that gave up at their deadline; if r is complete, while r stood still
 	full      bool          // whether all ranks have been members at the same time
 	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
 	epoch     uint64        // set when the root is complete
@@ -95,6 +95,9 @@ type root struct {
 	triedRanks int
 	reports    []report      // failures that ranks have reported
 	accounted  chan struct{} // gets an element when each rank is ready or has reported a failure
+	// ranAt is when this process was last known to run, and resumedAt when it last ran again after it had
+	// stood still (stoodStill). They are set when the root is complete.
+	ranAt, resumedAt time.Time
 }
 
 // caller is a connection to the root.
@@ -469,6 +472,7 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch || !r.moveMembers() {
 		return false, nil
 	}
+	r.ranAt = time.Now()
 	records := make([]Record, len(r.members))
 	records[0] = r.cfg.Self
 	for rank := 1; rank < len(r.members); rank++ {
@@ -488,6 +492,7 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	}
 	r.decide(complete)
 	r.admitSelf()
+	r.wg.Go(r.watchStandstill)
 	return true, nil
 }
 

@@ -307,6 +307,7 @@ type report struct {
 	rank     int
 	suspects []topo.Rank
 	text     string
+	unheard  bool // whether rank 0 did not run when the rank sent the report
 }
 
 // suspectsItself reports whether the rank has named itself as the only suspect.
@@ -334,6 +335,9 @@ func (r *root) receive(g *caller) {
 // r.mu, and g is a member.
 func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	rank := int(g.q.GetRank())
+	if r.state == complete && err == nil {
+		r.gaveUp[rank] = s.GetKind() == rendezvouspb.Status_TIMEOUT && r.stoodStill()
+	}
 	switch {
 	case r.state == forming && (err != nil || s.GetKind() == rendezvouspb.Status_TIMEOUT):
 		r.members[rank] = nil
@@ -353,14 +357,12 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 		r.noteMoved(g, s)
 	case err != nil:
 		r.conclude(r.whyLeft(rank, err))
-	case s.GetKind() == rendezvouspb.Status_TIMEOUT:
-		r.gaveUp[rank] = true
 	case s.GetKind() == rendezvouspb.Status_READY:
 		r.noteReady(rank)
 	case s.GetKind() == rendezvouspb.Status_TRIED:
 		r.noteTried(rank, s)
 	case s.GetKind() == rendezvouspb.Status_FAILED:
-		p := report{rank: rank, text: s.GetText()}
+		p := report{rank: rank, text: s.GetText(), unheard: r.stoodStill()}
 		for _, suspect := range s.GetRanks() {
 			if suspect >= 0 && int(suspect) < len(r.members) {
 				p.suspects = append(p.suspects, topo.Rank(suspect))
@@ -370,16 +372,46 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	}
 }
 
-// whyLeft returns the failure of an epoch in which the connection of a rank has ended with err. A rank that
-// has reported a failure, or that its time limit of Init has passed, leaves only if rank 0 does not answer,
-// for example because it was stopped. Then rank 0 is the cause, unless the rank has named itself. The caller
-// holds r.mu, and r is complete.
+// watchStandstill detects that this process was stopped during the start, until the start has ended.
+func (r *root) watchStandstill() {
+	t := time.NewTicker(answerGrace / 10)
+	defer t.Stop()
+	for {
+		select {
+		case <-t.C:
+			r.mu.Lock()
+			r.stoodStill()
+			r.mu.Unlock()
+		case <-r.start.done:
+			return
+		case <-r.ctx.Done():
+			return
+		}
+	}
+}
+
+// stoodStill reports whether this process did not run for answerGrace or longer, and has run again for less
+// than answerGrace. The caller holds r.mu, and r is complete.
+func (r *root) stoodStill() bool {
+	now, grace := time.Now(), cmp.Or(r.cfg.grace, answerGrace)
+	if now.Sub(r.ranAt) >= grace {
+		r.resumedAt = now
+	}
+	r.ranAt = now
+	return now.Sub(r.resumedAt) < grace
+}
+
+// whyLeft returns the failure of an epoch in which the connection of a rank has ended with err. If the rank
+// has given up while the process of rank 0 was stopped, it has left because rank 0 did not answer. Then rank 0
+// is the cause, unless the rank has named itself. The caller holds r.mu, and r is complete.
 func (r *root) whyLeft(rank int, err error) *FailedError {
 	if i := slices.IndexFunc(r.reports, func(p report) bool { return p.rank == rank }); i >= 0 {
-		if p := r.reports[i]; !p.suspectsItself() {
+		switch p := r.reports[i]; {
+		case p.suspectsItself():
+			return newFailure(rank, p.text)
+		case p.unheard:
 			return newFailure(0, fmt.Sprintf("it did not answer when rank %d gave up: %s", rank, p.text))
 		}
-		return newFailure(rank, r.reports[i].text)
 	}
 	if r.gaveUp[rank] {
 		return newFailure(0, fmt.Sprintf("it did not answer when the time limit of Init passed at rank %d", rank))
