@@ -16,9 +16,9 @@ type Registry []Registration
 // Planner returns the algorithm that a backend uses for a response of r's kind whose output has numBytes
 // bytes, in the process set that has the given members. t has the settings that rank 0 has changed last, or is
 // nil. If the backend cannot run the response, the Planner returns an error. The error states only the reason,
-// because the Registry adds the backend and the operation. Only the coordinator plans, and all ranks use its
-// result. So a Planner must return the same result on every rank with the same capabilities. It may be called
-// at any time, from any goroutine.
+// because the Registry adds the backend and the operation. The coordinator plans for all ranks; backends that
+// use another backend plan at each rank. So a Planner must return the same result on every rank with the same
+// capabilities. It may be called at any time, from any goroutine.
 type Planner func(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Algorithm, error)
 

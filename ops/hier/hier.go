@@ -139,19 +139,19 @@ func Register(cfg Config) ops.Registration {
 	p := &planner{cfg: &cfg, census: make(census, len(cfg.Groups))}
 	return ops.Registration{ID: message.Hier, Plan: p.plan,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-			return newBackend(&cfg, p.count(ranks).refusal(), set, ranks, me)
+			return newBackend(&cfg, p.count(ranks).refusal() == nil, set, ranks, me)
 		}}
 }
 
-// newBackend makes the backend of a process set. If refusal is not nil, the set cannot run on two levels, and
-// the backend has no levels.
-func newBackend(cfg *Config, refusal error, set topo.ProcessSetID, ranks []topo.Rank,
+// newBackend makes the backend of a process set. If levels is false, the set cannot run on two levels, and the
+// backend has none.
+func newBackend(cfg *Config, levels bool, set topo.ProcessSetID, ranks []topo.Rank,
 	me int) (_ *Backend, err error) {
 	b := &Backend{me: me, chunkBytes: cfg.ChunkBytes}
 	if b.chunkBytes <= 0 {
 		b.chunkBytes = defaultChunkBytes
 	}
-	if refusal != nil {
+	if !levels {
 		return b, nil
 	}
 	p := newPlace(cfg.Groups, ranks, me)

@@ -317,7 +317,7 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 // begin at offset v. Byte v must belong to the part of block j that step t handles. The parameter from is the
 // offset at which this part begins. Both offsets count from the start of the operation's buffer.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
-	at := stagingAt + int64((b.stage+t)%stages)*b.plan.stageBytes + int64(j)*p.stride + v - from
+	at := stagingAt + int64((b.stage+t)%stages)*p.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
 }
 

@@ -17,10 +17,11 @@ import (
 // for MPI, 2007). An action that has to wait for another rank is tried again in the next step. So any
 // goroutine can run any step.
 //
-// An algorithm appends actions with the methods conn, send, receive, flush, await and compute. A comment that says what a function of an algorithm sends or receives describes the actions that it appends.
-// A short algorithm appends all actions when the operation starts. A long one has a function that appends the
-// actions of one round. It is called when all actions of the round before are done, so it can use what they
-// have received.
+// An algorithm appends actions with the methods conn, send, receive, flush, await and compute. A comment that
+// says what a function of an algorithm sends or receives describes the actions that it appends. A short
+// algorithm appends all actions when the operation starts. A long one has a function that appends the actions
+// of one round. It is called when all actions of the round before are done, so it can use what they have
+// received.
 type schedule struct {
 	owner *Backend // the first argument of the functions
 	mesh  transport.Mesh
@@ -97,7 +98,7 @@ func (s *schedule) repeat(rounds int, plan func(*Backend, int) error) {
 // that makes it.
 func (s *schedule) conn(i int) *stream {
 	if s.conns[i] == nil {
-		s.conns[i] = &stream{s: s, rank: i}
+		s.conns[i] = &stream{schedule: s, rank: i}
 		s.actions = append(s.actions, action{kind: connects, c: s.conns[i]})
 	}
 	return s.conns[i]

@@ -9,7 +9,7 @@ import "github.com/gohvd/gohvd/internal/transport"
 // it hands these bytes to the transport, which sends them in a goroutine of its own.
 type stream struct {
 	transport.Conn // nil until connected
-	s              *schedule
+	schedule       *schedule
 	rank           int    // the index of the peer in the set
 	base           uint64 // Conn.Sent() when the channel was made
 	end            uint64 // the position after the last send in the schedule
@@ -30,11 +30,11 @@ func (s *stream) send(p []byte) (err error) {
 		return nil
 	}
 	s.pending, s.head = append(s.pending[:0], p), 0
-	for n := s.s.segBytes; n == s.s.segBytes && s.head < len(s.pending) && err == nil; {
+	for n := s.schedule.segBytes; n == s.schedule.segBytes && s.head < len(s.pending) && err == nil; {
 		n, err = s.push() // if n is less than a segment, the transport has no room
 	}
 	if s.head < len(s.pending) {
-		s.s.unsent = append(s.s.unsent, s)
+		s.schedule.unsent = append(s.schedule.unsent, s)
 	}
 	return err
 }
@@ -43,7 +43,7 @@ func (s *stream) send(p []byte) (err error) {
 // returns the number of bytes that the transport has taken.
 func (s *stream) push() (int, error) {
 	p := s.pending[s.head]
-	n, err := s.TrySend(p[:min(len(p), s.s.segBytes)])
+	n, err := s.TrySend(p[:min(len(p), s.schedule.segBytes)])
 	if n < len(p) {
 		s.pending[s.head] = p[n:]
 		return n, err
