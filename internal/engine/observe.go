@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Observer returns what records the operations, spans and steps of this rank.
+// Observer returns the observer that records the operations, spans and steps of this rank.
 func (e *Engine) Observer() *watch.Observer { return e.observer }
 
 // Clock returns the engine's clock. The engine's times are counted from the clock's Start.

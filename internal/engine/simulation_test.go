@@ -6,8 +6,6 @@ import (
 	"sync"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/simulate"
@@ -24,7 +22,6 @@ var simulatedRanks = flag.Int("simulated-ranks", 64, "the size of the job in Tes
 type newsLoad struct {
 	mu                sync.Mutex
 	frames, bytes     int64
-	cpu               int64 // of the thread of rank 0's loop, in nanoseconds
 	to                []topo.Rank
 	parts, newsOfRank []message.Part
 }
@@ -47,10 +44,6 @@ func (l *newsLoad) count(frame []byte, down bool) {
 	numBytes := len(frame)
 	switch {
 	case down:
-		var used unix.Rusage
-		if unix.Getrusage(unix.RUSAGE_THREAD, &used) == nil {
-			l.cpu = used.Utime.Nano() + used.Stime.Nano()
-		}
 		if to, inner, err := message.DecodeAddressed(frame, l.to); err == nil {
 			l.to, frame = to, inner
 		}
@@ -77,6 +70,12 @@ func (l *newsLoad) count(frame []byte, down bool) {
 	}
 	l.frames++
 	l.bytes += int64(numBytes + 8)
+}
+
+func (l *newsLoad) counted() (frames, bytes int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.frames, l.bytes
 }
 
 // A step of real engines has the frames, bytes and connections at rank 0 that the simulation has. On a busy
@@ -106,9 +105,6 @@ func TestSimulation(t *testing.T) {
 						cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", r/perHost))
 					}
 					me := cfg.Rank
-					if me == 0 {
-						cfg.Cores = []int{0} // so that the loop keeps its thread
-					}
 					cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn,
 						peer topo.Rank,
 					) transport.Conn {
@@ -143,11 +139,11 @@ func TestSimulation(t *testing.T) {
 						t.Errorf("got %d frames in a step, want %d", frames, all)
 						break
 					}
-					before := newsLoad{frames: load.frames, bytes: load.bytes, cpu: load.cpu}
+					framesBefore, bytesBefore := load.counted()
 					c.each(step)
-					frames, bytes = load.frames-before.frames, load.bytes-before.bytes
-					t.Logf("%d ranks: %d frames, %d bytes, %d us of CPU at rank 0; simulated %v", ranks, frames, bytes,
-						(load.cpu-before.cpu)/1000, root)
+					frames, bytes = load.counted()
+					frames, bytes = frames-framesBefore, bytes-bytesBefore
+					t.Logf("%d ranks: %d frames, %d bytes at rank 0; simulated %v", ranks, frames, bytes, root)
 				}
 				if bytes != root.BytesIn+root.BytesOut || connections != want.Steps[2].Connections {
 					t.Errorf("got %d bytes in a step and %d connections, want %d and %d", bytes, connections,
