@@ -43,7 +43,7 @@ const (
 	closeTimeout = 10 * time.Second
 	// holdPeriod is how long a leader holds a vote or a request that other ranks of its host have not made.
 	holdPeriod = 200 * time.Millisecond
-	// leaderGrace is added to silenceGrace if there are leaders (Coordinator.verdictDue).
+	// leaderGrace is added to silenceGrace if there are leaders (suspicion.due).
 	leaderGrace = heartbeatPeriod + 2*holdPeriod
 	// LongestVerdict is the longest time from a suspicion to the verdict: there are leaders, and a clearer
 	// suspicion replaces the first one at the last moment.

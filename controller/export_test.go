@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -54,4 +55,15 @@ func (c *Coordinator) Remembered(id topo.ProcessSetID) int {
 		return s.cache.Remembered()
 	}
 	return 0
+}
+
+// DistinctRequests returns the number of requests that the coordinator keeps for a tensor of the global set.
+func (c *Coordinator) DistinctRequests(name string) int {
+	kept := make(map[*message.Request]struct{})
+	for _, q := range c.sets.find(topo.Global).table[name].requests {
+		if q != nil {
+			kept[q] = struct{}{}
+		}
+	}
+	return len(kept)
 }

@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// roster has what the coordinator knows about the ranks of the job, apart from their requests.
+// roster holds the state of the ranks of the job at the coordinator, apart from their requests.
 type roster struct {
 	all []rankState
 	// leaders and groups are those of CoordinatorConfig.

@@ -53,12 +53,17 @@ type setState struct {
 	plans   []plan
 }
 
+// maxShared is the largest number of different requests in a row with which a new one is compared. Requests for
+// the same tensor differ by the device, of which a host has up to 16.
+const maxShared = 16
+
 type tableRow struct {
 	wait
 	// requests are by member, nil for a member without a request. Members whose requests are equal share one,
-	// so that the row of a large job is small. latest is the latest request.
+	// so that the row of a large job is small. shared has the requests that are shared, which are the first
+	// maxShared different ones.
 	requests []*message.Request
-	latest   *message.Request
+	shared   []*message.Request
 	arrivals []time.Duration // by member; nil unless tracing is on
 	count    int
 	// named are the ranks that must make the request if it is for a process set that only its members add:
@@ -220,11 +225,7 @@ func (s *setState) addRequest(member int, q message.Request) error {
 		return fmt.Errorf("got a second request for %v %q while the first is pending", q.Kind,
 			q.Name)
 	}
-	if row.latest == nil || !row.latest.Equal(&q) {
-		own := q // here, so that q is not on the heap otherwise
-		row.latest = &own
-	}
-	row.requests[member] = row.latest
+	row.requests[member] = row.share(q)
 	row.count++
 	s.arrive(&row.arrivals, member)
 	if s.rowComplete(row) {
@@ -232,6 +233,20 @@ func (s *setState) addRequest(member int, q message.Request) error {
 		s.completeRow(row)
 	}
 	return nil
+}
+
+// share returns a request of the row that equals q, or a new one.
+func (row *tableRow) share(q message.Request) *message.Request {
+	for _, shared := range row.shared {
+		if shared.Equal(&q) {
+			return shared
+		}
+	}
+	own := q // here, so that q is not on the heap otherwise
+	if len(row.shared) < maxShared {
+		row.shared = append(row.shared, &own)
+	}
+	return &own
 }
 
 // name records the ranks that the request q names.
@@ -320,11 +335,11 @@ func (s *setState) completeBit(bit uint32) {
 
 // votesInFull returns, by member, the full requests that correspond to the votes for bit.
 func (s *setState) votesInFull(bit uint32) []*message.Request {
+	var row tableRow // so that members with equal requests share one
 	requests := make([]*message.Request, len(s.Ranks))
 	for m := range requests {
 		if s.cache.Voted(m, bit) {
-			q := s.cache.At(bit).Request(m)
-			requests[m] = &q
+			requests[m] = row.share(s.cache.At(bit).Request(m))
 		}
 	}
 	return requests
