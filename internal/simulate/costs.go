@@ -2,7 +2,7 @@ package simulate
 
 import "time"
 
-// Costs has the CPU time of each kind of work, and the properties of the network.
+// Costs holds the CPU time of each kind of work, and the properties of the network.
 type Costs struct {
 	// Turn is the CPU time of a turn of the loop, Frame of receiving or sending a frame on a connection, and
 	// KiB of 1024 bytes of it.
@@ -31,8 +31,8 @@ type Costs struct {
 	BytesPerSecond    float64       // of the network card of a host
 }
 
-// Measured has what was measured on 2 shared cores of an AMD EPYC, while other programs were running, with Go
-// 1.26. The benchmarks are:
+// Measured holds costs that were measured with Go 1.26 on 2 shared cores of an AMD EPYC, while other programs
+// were running. The benchmarks are:
 //
 //	C  go test ./internal/simulate -run '^$' -bench Costs -benchtime 10x
 //	L  go test ./internal/engine -run '^$' -bench Leaders/ranks=64 -benchtime 60x
@@ -42,7 +42,7 @@ type Costs struct {
 // is the CPU time of rank 0 for n ranks, T tensors and a cache of c entries, in microseconds, with a
 // connection for each rank, and l/T/c the same with leaders for 512 ranks.
 //
-// Latency, Loopback, BytesPerSecond and Operation are not measured but chosen: a data center with 25 Gbit/s.
+// Scan is assumed. Latency, Loopback, BytesPerSecond and Operation are chosen: a data center with 25 Gbit/s.
 var Measured = Costs{
 	Turn: 2 * time.Microsecond, // C: a member at 8/1/1024 has 2 turns, 3.8
 	// L: (4171 - 1236) us / (148.4 - 28.1) frames between a star and leaders, on loopback, with decoding
@@ -58,13 +58,13 @@ var Measured = Costs{
 	HeldAsk:  1600, // C: a leader at l/161/0 and l/1/0, (2125 - 45) / 160 / 8
 
 	Part:       1200, // C: 512/1/1024 and l/1/1024, (901 - 373) / (512 - 71)
-	PartAsk:    780,  // C: 512/161/0 and l/161/0, (121208 - 56878) / 161 / 512
+	PartAsk:    730,  // C: 512/161/0 and l/161/0, (87963 - 28003) / 161 / 512
 	Step:       520,  // C: l/1/1024 without 71 parts, (373 - 20 - 85) / 512
 	Vote:       36,   // C: l/161/1024 and l/1/1024, (3353 - 372) / 160 / 512
-	Ask:        690,  // C: l/161/0, 56878 / 161 / 512
+	Ask:        340,  // C: l/161/0, 28003 / 161 / 512
 	DecideBit:  350,  // C: 8/161/1024 and 8/1/1024, (80.3 - 24.0) / 160
 	DecideFull: 1500, // C: 8/161/0 and 8/1/0 without 8 requests, (1420 - 26) / 160 - 8 * 0.9
-	Scan:       20,   // controller.decide visits each rank for each set; in Step for one set
+	Scan:       20,   // assumed: controller.decide visits each rank for each set; in Step for one set
 
 	Admit:  380 * time.Microsecond, // J: half of 195.3 ms / 256 ranks, without TLS
 	Record: 9 * time.Microsecond,   // J: (83.0 ms - 64 * 2 * 0.38 ms) / 64 / 64, both rounded

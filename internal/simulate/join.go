@@ -28,8 +28,8 @@ func (j *Joined) Time() time.Duration { return j.CheckIn + j.Gather + j.Ready }
 // is a model of what internal/rendezvous does: every rank has a connection to the root, to which it sends its
 // request and from which it gets the records of its neighbours. Then the records go round the ring in ranks-1
 // steps. A ring advances at the mean of the times of its steps, because every rank waits for the previous
-// one. At last, the root gets a status of every rank, and answers it. If cores is 0, rank 0 has one core.
-func Join(ranks, perHost, cores int, c *Costs) Joined {
+// one. At last, the root gets a status of every rank, and answers it. Rank 0 has one core.
+func Join(ranks, perHost int, c *Costs) Joined {
 	n := time.Duration(ranks)
 	record := &rendezvouspb.Record{Addr: "10.128.200.200:43210", Host: "trainer-1234-worker-01234",
 		HostId: "0f5c2f6e-6d3b-4c8e-9c39-6a3d5f7f5a11", Pid: 1234567,
@@ -51,8 +51,8 @@ func Join(ranks, perHost, cores int, c *Costs) Joined {
 	step := c.Record + (time.Duration(perHost-1)*c.Loopback+c.Latency)/time.Duration(perHost)
 	ready := n * 2 * c.Frame
 	j.RootCPU = admit + n*c.Record + ready
-	j.CheckIn = admit/time.Duration(max(cores, 1)) + 3*c.Latency
+	j.CheckIn = admit + 3*c.Latency
 	j.Gather = (n - 1) * step
-	j.Ready = ready/time.Duration(max(cores, 1)) + 2*c.Latency
+	j.Ready = ready + 2*c.Latency
 	return j
 }

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// process is a rank. Its turns do what those of internal/engine do (events.turn in negotiation.go).
+// process simulates a rank. Its turns are those of internal/engine (events.turn in negotiation.go).
 type process struct {
 	j       *job
 	rank    topo.Rank
@@ -36,7 +36,7 @@ type process struct {
 	parts    []message.Part
 }
 
-// content is what a frame of a rank has: numbers of votes and of requests in full.
+// content counts the votes and the full requests in a frame of a rank.
 type content struct{ votes, asks int }
 
 // forwarder passes on the frames of the ranks of a host. controller.Combiner is one.
@@ -56,9 +56,6 @@ func (j *job) build() {
 	cfg, n := &j.cfg, j.cfg.Ranks
 	sets := cfg.Workload.sets(n)
 	j.hosts = make([]host, (n+cfg.PerHost-1)/cfg.PerHost)
-	for i := range j.hosts {
-		j.hosts[i].cores = make([]time.Duration, cfg.Cores)
-	}
 	if cfg.Policy != Star {
 		for r := range n {
 			leader := r - r%cfg.PerHost
@@ -182,9 +179,6 @@ func (p *process) turn() {
 	}
 	p.load.CPU += p.at - now
 	p.busy = p.at
-	if len(p.host.cores) > 0 {
-		p.host.cores[p.host.freeCore()] = p.at
-	}
 	if v := p.member.Verdict(); v != nil && !p.over {
 		p.over = true
 		p.j.verdicts++

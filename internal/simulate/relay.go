@@ -10,9 +10,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// relay is what a Combiner could be replaced with: it bundles the frames of its ranks, and does not interpret
-// them, except that it knows which are heartbeats, verdicts and byes by their type. It holds a frame until
-// all ranks have sent one, and at most for the time hold, because it does not know which ranks will send one.
+// relay is an alternative to controller.Combiner. It bundles the frames of its ranks, and does not interpret
+// them, except that it recognizes heartbeats, verdicts and byes by their type. It holds a frame until all
+// ranks have sent one, and at most for the time hold, because it does not know which ranks will send one.
 // Equal frames share a part.
 type relay struct {
 	ranks  []topo.Rank

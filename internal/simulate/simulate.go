@@ -46,7 +46,6 @@ type Config struct {
 	Jitter         float64       // greatest relative deviation of a rank's Backward
 	CacheCapacity  int
 	RelayHold      time.Duration // how long a relay holds a frame
-	Cores          int           // cores of each host, or 0 if each rank has one
 	Seed           uint64
 	Costs          Costs
 	// CPU, if not nil, reads a clock of CPU time, which measures what the state machines use (Load.Real).
@@ -138,8 +137,7 @@ type job struct {
 
 // host has the resources that its ranks share.
 type host struct {
-	cores    []time.Duration // the time at which each core is free
-	out, in  time.Duration   // the time at which the network card is free
+	out, in  time.Duration // the time at which the network card is free
 	vanished bool
 }
 
@@ -276,31 +274,11 @@ func (j *job) handle(e event) {
 		}
 		p.wake = controller.Never
 	}
-	if at := j.start(p); at > j.now {
-		p.wakeAt(at)
+	if p.busy > j.now {
+		p.wakeAt(p.busy)
 		return
 	}
 	p.turn()
-}
-
-// start returns the time at which a process can begin a turn: when its last turn has ended and its host has a
-// free core.
-func (j *job) start(p *process) time.Duration {
-	at := max(j.now, p.busy)
-	if cores := p.host.cores; len(cores) > 0 {
-		at = max(at, cores[p.host.freeCore()])
-	}
-	return at
-}
-
-func (h *host) freeCore() int {
-	first := 0
-	for i, at := range h.cores {
-		if at < h.cores[first] {
-			first = i
-		}
-	}
-	return first
 }
 
 // trace adds a delivered frame to the digest.
