@@ -11,16 +11,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// On hosts with 8 devices, the coordinator keeps 8 requests for a tensor, not one for each rank. The result is
-// still about the request of each rank.
+// On hosts with 8 devices, the coordinator keeps 8 requests for a tensor, not one for each rank. The result
+// is still about the request of each rank.
 func TestSharedRequests(t *testing.T) {
 	const ranks, devices = 16, 8
 	for last, want := range map[tensor.DType]string{
 		tensor.Float32: "",
 		tensor.Float64: `allreduce "g": mismatched data types: ranks 0-14 sent float32[1], rank 15 sent float64[1]`,
 	} {
-		c := controller.NewCoordinator(controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(ranks)},
-			LivenessTimeout: time.Hour, StallWarning: time.Hour, Plan: plan()}, 0)
+		c := controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets:            []controller.Set{controller.Global(ranks)},
+			LivenessTimeout: time.Hour, StallWarning: time.Hour, Plan: plan(),
+		}, 0)
 		var all []tensor.Device
 		for r := range topo.Rank(ranks) {
 			q := allreduce("g", 1)
@@ -32,7 +34,8 @@ func TestSharedRequests(t *testing.T) {
 				}
 				q.DType = last
 			}
-			c.Step(r, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{q}}}})
+			sets := []message.UpSet{{Requests: []message.Request{q}}}
+			c.Step(r, &message.Up{Type: message.UpNews, Sets: sets})
 		}
 		c.Expire()
 		var got *message.Response

@@ -53,8 +53,8 @@ type setState struct {
 	plans   []plan
 }
 
-// maxShared is the largest number of different requests in a row with which a new one is compared. Requests for
-// the same tensor differ by the device, of which a host has up to 16.
+// maxShared is the largest number of different requests in a row with which a new one is compared. Requests
+// for the same tensor differ by the device, of which a host has up to 16.
 const maxShared = 16
 
 type tableRow struct {

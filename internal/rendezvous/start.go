@@ -402,8 +402,8 @@ func (r *root) stoodStill() bool {
 }
 
 // whyLeft returns the failure of an epoch in which the connection of a rank has ended with err. If the rank
-// has given up while the process of rank 0 was stopped, it has left because rank 0 did not answer. Then rank 0
-// is the cause, unless the rank has named itself. The caller holds r.mu, and r is complete.
+// has given up while the process of rank 0 was stopped, it has left because rank 0 did not answer. Then rank
+// 0 is the cause, unless the rank has named itself. The caller holds r.mu, and r is complete.
 func (r *root) whyLeft(rank int, err error) *FailedError {
 	if i := slices.IndexFunc(r.reports, func(p report) bool { return p.rank == rank }); i >= 0 {
 		switch p := r.reports[i]; {

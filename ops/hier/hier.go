@@ -143,8 +143,8 @@ func Register(cfg Config) ops.Registration {
 		}}
 }
 
-// newBackend makes the backend of a process set. If levels is false, the set cannot run on two levels, and the
-// backend has none.
+// newBackend makes the backend of a process set. If levels is false, the set cannot run on two levels, and
+// the backend has none.
 func newBackend(cfg *Config, levels bool, set topo.ProcessSetID, ranks []topo.Rank,
 	me int) (_ *Backend, err error) {
 	b := &Backend{me: me, chunkBytes: cfg.ChunkBytes}
