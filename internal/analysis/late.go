@@ -203,7 +203,8 @@ type submission struct {
 	*Member
 	at, granted time.Duration // the time of submission (0 if it is not known) and of the grant
 	before      ending
-	sends       bool // whether the rank sends a message
+	sends       bool    // whether the rank sends a message
+	first       *tensor // the tensor of the operation that the rank submitted first; nil if it is not known
 }
 
 // ending is an operation that has ended at a rank. If there is no such operation, the field ended has the
@@ -218,14 +219,14 @@ type ending struct {
 // the number of this rank. The field first is the time of the first submission, others the time of the last
 // but one, and asked the time of the last one. The field last is the tensor of the operation, which records
 // whether ranks went on without waiting for the operation (see overtaken). It is nil if the ranks certainly
-// waited.
+// waited. The field origin is the tensor of the operation that the rank submitted first, or nil.
 //
 // If step is set, it is the beginning of a step, with its number unless that is unknown. If span is set, it
 // is what the program of the rank did until the time in asked.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration
-	last                 *tensor
+	last, origin         *tensor
 	step                 bool
 	number               *uint64
 	span                 *trace.Span
@@ -274,6 +275,7 @@ func (l *Late) Steady(at time.Duration) {
 	l.steadyFrom, l.found = at, Lateness{Arrivals: l.found.Arrivals}
 	clear(l.ranks)
 	clear(l.programs)
+	clear(l.origins)
 	l.steps = steps{}
 }
 
@@ -306,7 +308,7 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 		}
 	}
 	p.submitted = append(p.submitted, submission{m, r.Submitted, r.Granted, m.before(r.Submitted),
-		r.Kind == message.Send})
+		r.Kind == message.Send, l.tensor(firstSubmitted(op).Name)})
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
 	l.end = max(l.end, r.Ended)
@@ -331,6 +333,17 @@ func lastSubmitted(op *trace.Operation) *trace.Record {
 		}
 	}
 	return last
+}
+
+// firstSubmitted returns the record of the tensor that the rank submitted first.
+func firstSubmitted(op *trace.Operation) *trace.Record {
+	first := &op.Records[0]
+	for i := range op.Records {
+		if r := &op.Records[i]; r.Submitted < first.Submitted {
+			first = r
+		}
+	}
+	return first
 }
 
 // LastArrivals returns, for each position in the process set, when the last request for a tensor of the
@@ -450,16 +463,16 @@ func (l *Late) Findings() *Lateness {
 			l.rank(rank).StartupHeld = startup[rank].Held
 		}
 	}
+	for at, held := range l.origins {
+		if s := l.ranks[at.rank]; s != nil && (held > s.OriginHeld || held == s.OriginHeld && at.name < s.Origin) {
+			s.Origin, s.OriginHeld = at.name, held
+		}
+	}
 	for rank, s := range l.ranks {
 		if rank < len(rest) {
 			s.Held = rest[rank].Held
 		}
 		s.Doing = l.programs[rank].did(s.Held)
-		for at, held := range l.origins {
-			if at.rank == rank && (held > s.OriginHeld || held == s.OriginHeld && at.name < s.Origin) {
-				s.Origin, s.OriginHeld = at.name, held
-			}
-		}
 		f.Ranks = append(f.Ranks, s)
 	}
 	slices.SortFunc(f.Ranks, func(a, b *RankLateness) int { return cmp.Compare(a.Rank, b.Rank) })
@@ -494,8 +507,8 @@ func (l *Late) count(w wait) {
 	from, to := l.held.Add(topo.Rank(w.rank), w.others, w.asked, waited)
 	if to > from && (steady || l.steadyFrom == never) {
 		l.program(w.rank).heldUp(from, to)
-		at := origin{w.rank, w.last}
-		if _, known := l.origins[at]; w.last != nil && (known || len(l.origins) < maxOrigins) {
+		at := origin{w.rank, w.origin}
+		if _, known := l.origins[at]; w.origin != nil && (known || len(l.origins) < maxOrigins) {
 			l.origins[at] += to - from
 		}
 		if step := l.steps.current(); step != nil {
@@ -547,7 +560,8 @@ func (l *Late) judge(p *slot) {
 	}
 	for rank, at := range p.arrivals {
 		if at != 0 {
-			all, latest = append(all, submission{Member: l.absent(rank), at: at,
+			// The order of the rank's tensors is not known. Ranks usually have the same order.
+			all, latest = append(all, submission{Member: l.absent(rank), at: at, first: p.submitted[0].first,
 				before: ending{ended: never}}), max(latest, at)
 			l.found.Arrivals = true
 		}
@@ -668,7 +682,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 				// If several ranks are late, the time is divided into successive parts, one for each of them.
 				to := from + (top.at-from)/time.Duration(len(late)-k)
 				l.waits = append(l.waits, wait{rank: s.Rank, first: begin, others: from, asked: to,
-					last: last})
+					last: last, origin: s.first})
 				begin, from = to, to
 			}
 		}

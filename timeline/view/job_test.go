@@ -20,6 +20,8 @@ type testJob struct {
 	compute, late, lateBy, lateFrom int
 	// names are the first names of the tensors. The others are called layerN.weight.
 	names []string
+	// fused says that the tensors of a step are one operation.
+	fused bool
 }
 
 var activities = []string{"MEMCPY_IN_FUSION_BUFFER", "SHM_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"}
@@ -75,14 +77,21 @@ func (j testJob) write(tb testing.TB, dir string) string {
 				if rank == j.late && i >= j.lateFrom {
 					at += j.lateBy
 				}
+				op, size := step*j.tensors+i+1, 1
+				if j.fused {
+					op, size = step+1, j.tensors
+					last += (j.tensors - 1 - i) * 100
+				}
 				granted := last + 30
 				begun := max(granted, lane) + 10
+				if j.fused {
+					begun = granted + 10
+				}
 				ended := begun + 160
 				lane = ended
 				e := func(format string, args ...any) {
 					fmt.Fprintf(w, ",\n{"+format+`,"pid":%d}`, append(args, i+1)...)
 				}
-				op := step*j.tensors + i + 1
 				e(`"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":%d,"args":{"set":0,"op":%d}`, at, op)
 				e(`"ph":"E","ts":%d,"args":{"cached":true}`, granted)
 				e(`"name":"ALLREDUCE","ph":"B","ts":%d`, granted)
@@ -92,8 +101,8 @@ func (j testJob) write(tb testing.TB, dir string) string {
 					e(`"name":%q,"ph":"B","ts":%d`, a, begun+[]int{0, 20, 140}[k])
 					e(`"ph":"E","ts":%d`, begun+[]int{20, 140, 160}[k])
 				}
-				e(`"ph":"E","ts":%d,"args":{"dtype":"float32","shape":"[1024, %d]","bytes":%d,"set":0,"op":%d,"fused":1,"backend":"shm"}`,
-					ended, 10+i, 4096*(10+i), op)
+				e(`"ph":"E","ts":%d,"args":{"dtype":"float32","shape":"[1024, %d]","bytes":%d,"set":0,"op":%d,"fused":%d,"backend":"shm"}`,
+					ended, 10+i, 4096*(10+i), op, size)
 			}
 			now = lane + 100
 		}

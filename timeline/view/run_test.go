@@ -288,12 +288,16 @@ func TestUnusualJobs(t *testing.T) {
 	}
 }
 
-// The report names the tensor with which a rank is late first. The others wait as long for the later ones.
+// The report names the tensor with which a rank is late first. The others wait as long for the later ones,
+// which may be in the same operation.
 func TestWhereARankIsLate(t *testing.T) {
-	j := straggler
-	j.lateFrom = 3
-	const want = "rank 2 is late with layer3.weight: "
-	if got := j.read(t).report.Lateness.Where; !strings.HasPrefix(got, want) {
-		t.Errorf("got %q, want %q", got, want)
+	later, fused := straggler, straggler
+	later.lateFrom = 3
+	fused.fused = true
+	for name, j := range map[string]testJob{"layer3.weight": later, "layer0.weight": fused} {
+		want := "rank 2 is late with " + name + ": "
+		if got := j.read(t).report.Lateness.Where; !strings.HasPrefix(got, want) {
+			t.Errorf("got %q, want %q", got, want)
+		}
 	}
 }
