@@ -93,6 +93,7 @@ type disk struct {
 	path   string
 	max    int64    // the limit for the bytes of all segments together; 0 means no limit
 	limit  int64    // the limit for the bytes of one segment
+	fresh  bool     // whether the first file must not replace an existing one
 	f      *os.File // the open segment; nil if there is none
 	body   int64    // the size of f in bytes, without the tail
 	tail   []byte
@@ -110,13 +111,17 @@ func hidden(path string) string {
 	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new")
 }
 
-// newDisk returns a disk for path. It removes the segments of an earlier timeline, and a hidden file if a
-// killed process left one. It fails if no file can be created in the folder.
-func newDisk(path string, most int64) (*disk, error) {
-	d := &disk{path: path, max: most, limit: segmentLimit(most)}
+// newDisk returns a disk for path. It removes the segments of an earlier timeline or, if fresh is set, fails
+// because of them. It removes a hidden file if a killed process left one. It fails if no file can be created
+// in the folder.
+func newDisk(path string, most int64, fresh bool) (*disk, error) {
+	d := &disk{path: path, max: most, limit: segmentLimit(most), fresh: fresh}
 	old, err := segments(path)
 	if err != nil {
 		return nil, err
+	}
+	if fresh && len(old) > 0 {
+		return nil, exists(old[0])
 	}
 	for _, name := range old {
 		if err := remove(name); err != nil {
@@ -129,6 +134,9 @@ func newDisk(path string, most int64) (*disk, error) {
 	}
 	return d, errors.Join(f.Close(), remove(f.Name()))
 }
+
+// exists reports that a new timeline would replace an existing file.
+func exists(name string) error { return fmt.Errorf("%s exists: choose another name", name) }
 
 // create makes an empty file with the hidden name of the path. Only this user can read the file, because
 // tensor names may reveal the structure of a model.
@@ -207,11 +215,30 @@ func (d *disk) begin(number int, first []byte, tail int) error {
 	if _, err := f.Write(first); err != nil {
 		return errors.Join(err, f.Close(), remove(f.Name()))
 	}
+	if d.fresh {
+		if err := d.claim(); err != nil {
+			return errors.Join(err, f.Close(), remove(f.Name()))
+		}
+	}
 	if err := os.Rename(f.Name(), d.path); err != nil {
 		return errors.Join(lost(err), f.Close(), remove(f.Name()))
 	}
 	d.f, d.body, d.tail = f, int64(len(first)-tail), slices.Clone(first[len(first)-tail:])
 	return nil
+}
+
+// claim makes an empty file with the name path, which the first file then replaces. It fails if there is one
+// already. A hard link would do this in one step, but not all file systems have them.
+func (d *disk) claim() error {
+	f, err := os.OpenFile(d.path, os.O_WRONLY|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o600)
+	if errors.Is(err, fs.ErrExist) {
+		return exists(d.path)
+	}
+	if err != nil {
+		return err
+	}
+	d.fresh = false
+	return f.Close()
 }
 
 // keep closes the file and renames it to the segment with the given number. Then it removes the oldest

@@ -56,6 +56,8 @@ type Config struct {
 	// MaxBytes limits the bytes of all segments together. When the limit is reached, the oldest segments are
 	// removed. 0 means no limit and only one segment.
 	MaxBytes int64
+	// New makes Start fail if the file or segments of an earlier timeline exist, instead of replacing them.
+	New bool
 	// Log receives a warning if files cannot be written, at most one per minute for each kind of problem. If
 	// Log is nil, nothing is logged.
 	Log *zap.Logger
@@ -140,7 +142,7 @@ func split(path string) (stem, ext string) {
 }
 
 // Start creates or replaces the file, removes the segments of an earlier run and returns the timeline. It
-// fails if the file cannot be created. The caller must close the timeline.
+// fails if the file cannot be created. With Config.New it neither replaces nor removes files. The caller must close the timeline.
 func Start(cfg Config) (*Timeline, error) { return start(cfg, defaultKnobs) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {

@@ -109,7 +109,7 @@ func (w *writer) open() error {
 
 // openDisk makes a sink for regular files.
 func (w *writer) openDisk() error {
-	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes)
+	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes, w.cfg.New)
 	if err != nil {
 		return err
 	}

@@ -68,7 +68,7 @@ func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	t := &r.timeline
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.start(path, markCycles)
+	return t.start(path, markCycles, false)
 }
 
 // StopTimeline ends the active timeline and returns when its file is complete. If no timeline is active, it
@@ -99,7 +99,8 @@ func (closedError) Error() string { return "timeline: this rank has shut down" }
 
 func (closedError) Is(target error) bool { return target == engine.ErrShutDown }
 
-func (t *timelines) start(path string, markCycles bool) error {
+// start begins a timeline. If fresh is set, it replaces no file.
+func (t *timelines) start(path string, markCycles, fresh bool) error {
 	e := t.engine()
 	switch {
 	case path == "":
@@ -118,7 +119,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 		About: timeline.About{Version: config.Version(), Command: os.Args, Settings: cfg.Settings.Chosen(),
 			Sets: cfg.Sets()},
 		Clock: e.Clock(), MarkCycles: markCycles, MaxBytes: int64(cfg.Settings.TimelineMaxMiB) << 20,
-		Log: cfg.Log,
+		New: fresh, Log: cfg.Log,
 	})
 	if err != nil {
 		return err
@@ -200,15 +201,13 @@ func (t *timelines) startAsked(question string) (file string, err error) {
 		path = beforeExt(pathOfEpoch(path, cfg.Epoch), "-"+unique)
 	}
 	file = absolute(timeline.PathOf(path, cfg.Rank))
-	switch _, err := os.Lstat(file); {
+	switch {
 	case t.active != nil && t.path == path: // this question is a repetition
 		return file, nil
 	case t.active != nil:
 		return "", fmt.Errorf("timeline: this rank already writes one to %s: stop it first", t.file())
-	case err == nil:
-		return "", fmt.Errorf("timeline: %s exists: choose another name", file)
 	}
-	return file, t.start(path, cfg.Settings.TimelineMarkCycles)
+	return file, t.start(path, cfg.Settings.TimelineMarkCycles, true)
 }
 
 // stopAsked ends the timeline because the launcher asks for it, and returns the file of this rank, or "" if

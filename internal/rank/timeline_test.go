@@ -98,6 +98,22 @@ func TestTimelinesThatTheLauncherStarts(t *testing.T) {
 							t.Errorf("got %q, %v, want that no timeline ended", file, err)
 						}
 						refused("now ", "exists: choose another name")
+						old := []string{"old.7.json", "old.rank1.7.json"}[r.Rank] // a segment of an earlier timeline
+						if err := os.WriteFile(old, []byte(`[{"name":"hvd_rank"`), 0o600); err != nil {
+							t.Error(err)
+						}
+						refused("now old.json", old+" exists: choose another name")
+						if _, err := os.Stat(old); err != nil {
+							t.Error(err)
+						}
+						for range 2 { // a device is not replaced, so that it may be used again
+							if _, err := l.startAsked("now /dev/null"); err != nil {
+								t.Error(err)
+							}
+							if _, err := l.stopAsked(); err != nil {
+								t.Error(err)
+							}
+						}
 						refused("now no/such/folder.json", "no such file or directory")
 						given := fmt.Sprintf("a name%d.json", epoch)
 						start("now "+given, given)
