@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/zap"
@@ -121,6 +122,31 @@ func TestTimelinesThatTheLauncherStarts(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A rank whose disk does not answer says so, and goes on to answer questions.
+func TestTheDiskDoesNotAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := NewWatch(WatchConfig{Settings: &config.Config{}, Log: zap.NewNop()})
+		disk := make(chan struct{})
+		slow := func() (string, error) {
+			<-disk
+			return "t.json", nil
+		}
+		for _, want := range []string{"has not answered for 7s", "has not answered to an earlier request"} {
+			if got := string(r.switchTimeline(slow)); !strings.Contains(got, want) {
+				t.Errorf("got %q, want %q", got, want)
+			}
+		}
+		close(disk)
+		synctest.Wait()
+		if got := string(r.switchTimeline(slow)); !strings.Contains(got, "t.json") {
+			t.Errorf("got %q, want the file", got)
+		}
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // If a file in the folder was written by a rank of an earlier job that had more ranks, the report says so and

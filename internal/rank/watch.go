@@ -48,6 +48,8 @@ type Watch struct {
 	cfg      WatchConfig
 	recorder *recorder.Recorder // nil if the flight recorder is off
 	timeline timelines
+	// switching is locked while the timeline is started or stopped because the launcher asks for it.
+	switching sync.Mutex
 
 	ctx     context.Context
 	cancel  context.CancelFunc
@@ -76,6 +78,9 @@ const (
 	// host that this rank cannot reach any more.
 	verdictTimeout = joblink.VerdictTimeout
 	reportTimeout  = 500 * time.Millisecond
+	// diskTimeout is how long the launcher waits until a timeline is started or stopped. It is more than
+	// Timeline.Close takes at most, and less than the launcher waits for the answer.
+	diskTimeout = 7 * time.Second
 	// readerTime is how long operations are recorded after a reader has asked for them.
 	readerTime = 10 * time.Second
 	// maxStalls is the maximum number of stall reports that wait for forwardStalls. It is also the maximum
@@ -210,9 +215,9 @@ func (r *Watch) answer() {
 		case joblink.Records:
 			return r.records(rest)
 		case joblink.StartTimeline:
-			return r.switched(r.timeline.startAsked(rest))
+			return r.switchTimeline(func() (string, error) { return r.timeline.startAsked(rest) })
 		case joblink.StopTimeline:
-			return r.switched(r.timeline.stopAsked())
+			return r.switchTimeline(r.timeline.stopAsked)
 		}
 		return nil
 	})
@@ -291,6 +296,28 @@ func (r *Watch) endRecording(e *engine.Engine, recorder *live.Recorder) {
 		r.live = nil
 	}
 	e.Observer().Unwatch(recorder)
+}
+
+// switchTimeline starts or stops the timeline by the function do, and returns the answer to the launcher. If
+// the disk does not answer, the rank answers nevertheless, and goes on to answer other questions.
+func (r *Watch) switchTimeline(do func() (file string, err error)) []byte {
+	if !r.switching.TryLock() {
+		return r.switched("", errors.New("timeline: the disk has not answered to an earlier request"))
+	}
+	answer := make(chan []byte, 1)
+	r.running.Go(func() {
+		text := r.switched(do())
+		r.switching.Unlock()
+		answer <- text
+	})
+	select {
+	case text := <-answer:
+		return text
+	case <-time.After(diskTimeout):
+		return r.switched("", fmt.Errorf("timeline: the disk has not answered for %v", diskTimeout))
+	case <-r.ctx.Done():
+		return nil
+	}
 }
 
 // switched returns the answer to a question about the timeline, in the encoding for the launcher.
