@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/gob"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -126,12 +127,19 @@ type Records struct {
 	Host  string
 	Epoch uint64
 	Clock trace.Clock
-	// Offsets are measurements of the rank's clock, and Sets the members of process sets.
+	// Offsets are measurements of the rank's clock, and Sets the process sets. There is no map here, because
+	// gob allocates memory for as many entries as the text claims that a map has.
 	Offsets []trace.Offset
-	Sets    map[topo.ProcessSetID][]topo.Rank
+	Sets    []Set
 	// First is the number of the first of Entries. Those before it were asked for earlier, or had no room.
 	First   uint64
 	Entries []Entry
+}
+
+// Set is a process set and its members.
+type Set struct {
+	ID    topo.ProcessSetID
+	Ranks []topo.Rank
 }
 
 // Next returns the number of the entry after the last one.
@@ -145,29 +153,39 @@ func (r *Records) Encode() ([]byte, error) {
 	return b.Bytes(), err
 }
 
+// answer is the result of Encode of a rank.
+type answer struct {
+	Rank int
+	Text []byte
+}
+
 // EncodeAnswers encodes the results of Encode of ranks, by their numbers.
 func EncodeAnswers(answers map[int][]byte) ([]byte, error) {
+	all := make([]answer, 0, len(answers))
+	for _, rank := range slices.Sorted(maps.Keys(answers)) {
+		all = append(all, answer{rank, answers[rank]})
+	}
 	var b bytes.Buffer
-	err := gob.NewEncoder(&b).Encode(answers)
+	err := gob.NewEncoder(&b).Encode(all)
 	return b.Bytes(), err
 }
 
 // DecodeRecords decodes the result of EncodeAnswers. Each operation has a record, and no arrivals of its own.
 func DecodeRecords(text []byte) (map[int]*Records, error) {
-	var answers map[int][]byte
+	var answers []answer
 	if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&answers); err != nil {
 		return nil, fmt.Errorf("malformed operations of ranks: %w", err)
 	}
 	all := make(map[int]*Records)
-	for rank, answer := range answers {
-		r := new(Records)
-		if err := gob.NewDecoder(bytes.NewReader(answer)).Decode(r); err != nil {
+	for _, a := range answers {
+		r, rank := new(Records), a.Rank
+		if err := gob.NewDecoder(bytes.NewReader(a.Text)).Decode(r); err != nil {
 			return nil, fmt.Errorf("malformed operations of rank %d: %w", rank, err)
 		}
-		all[rank] = r
-		if r.Rank != rank {
+		if all[rank] != nil || r.Rank != rank {
 			return nil, fmt.Errorf("malformed operations of ranks: those of rank %d are not its own", rank)
 		}
+		all[rank] = r
 		for i := range r.Entries {
 			o := r.Entries[i].Operation
 			if o != nil && (len(o.Records) == 0 || len(o.Arrivals) > 0) {

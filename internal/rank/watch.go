@@ -278,7 +278,10 @@ func (r *Watch) records(question string) []byte {
 	recorded := r.live.Since(from)
 	r.mu.Unlock()
 	recorded.Rank, recorded.Size, recorded.Epoch = r.cfg.Rank, r.cfg.Size, r.cfg.Epoch
-	recorded.Host, recorded.Clock, recorded.Sets = r.cfg.Host, e.Clock(), r.cfg.Sets()
+	recorded.Host, recorded.Clock = r.cfg.Host, e.Clock()
+	for id, ranks := range r.cfg.Sets() {
+		recorded.Sets = append(recorded.Sets, live.Set{ID: id, Ranks: ranks})
+	}
 	text, err := recorded.Encode()
 	if err != nil {
 		r.cfg.Log.Warn("encoding the operations for the launcher failed", zap.Error(err))

@@ -26,8 +26,8 @@ func OfRecords(size int, all []*live.Records) *Job {
 				s.steps++
 			}
 		}
-		for id, ranks := range r.Sets {
-			s.about.Sets = append(s.about.Sets, ProcessSet{id, ranks})
+		for _, set := range r.Sets {
+			s.about.Sets = append(s.about.Sets, ProcessSet(set))
 		}
 		slices.SortFunc(s.about.Sets, func(a, b ProcessSet) int { return cmp.Compare(a.ID, b.ID) })
 		j.ranks = append(j.ranks, &rankFiles{rank: r.Rank, segments: []*source{s}})
