@@ -173,7 +173,7 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 	}
 }
 
-// recordTime is about how long a record of a tensor keeps a processor of this host busy: at the rank that
+// recordTime is about how long an entry, or a record of a tensor, keeps a processor of this host busy: at the rank that
 // sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's processors that may
 // take: one of so many.
 const (
@@ -187,8 +187,9 @@ func restAfter(all map[int]*live.Records) time.Duration {
 	n := 0
 	for _, r := range all {
 		for i := range r.Entries {
+			n++
 			if o := r.Entries[i].Operation; o != nil {
-				n += len(o.Records)
+				n += len(o.Records) - 1
 			}
 		}
 	}
