@@ -367,6 +367,10 @@ func (l *liveJob) ask(ctx context.Context, now time.Time) *live.Job {
 	if !l.elastic { // there, the launcher knows the processes by their slots
 		known = l.known(missing)
 	}
+	// The ranks may have changed since they were asked. The new ones must not be shown with the old number.
+	if n := l.reports.count(); ranks[0] != nil && ranks[0].Snapshot.Size == n {
+		about.Size = n
+	}
 	j := live.OfRanks(about, now, ranks, l.hosts, known)
 	if zero := ranks[0]; zero != nil {
 		if epoch := zero.Snapshot.Epoch; epoch != l.epoch {
