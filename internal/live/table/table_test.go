@@ -230,6 +230,23 @@ func TestKeysThatQuit(t *testing.T) {
 	}
 }
 
+// The key y does what the last line of the screen asks, also if the ranks begin timelines in the meantime.
+func TestSwitchDoesWhatWasAsked(t *testing.T) {
+	now := jobAt(50, "x", false)
+	v, s := &View{Width: 100, Height: 20}, states(now)
+	v.Key("t", s)
+	now.Processes[0].Timeline = "/t.json"
+	lines := v.Lines(s)
+	if last := lines[len(lines)-1][0].Text; !strings.HasPrefix(last, "Press y to start the timelines") {
+		t.Errorf("got %q", last)
+	}
+	done := false
+	v.Switch = func(start bool) { done = start }
+	if v.Key("y", s); !done {
+		t.Error("the key y did not start timelines")
+	}
+}
+
 // A selected row stays selected when the order changes.
 func TestSelectedRowStays(t *testing.T) {
 	s := states(jobAt(50, "x", false), jobAt(55, "x", false))

@@ -31,8 +31,10 @@ type View struct {
 	// Paused says that new states are not shown.
 	Paused bool
 	// Asked says that the user has to confirm that the timelines are to be started or stopped. Switch is
-	// called if the user does. Switched is the sentence that says what became of it.
+	// called if the user does. Switched is the sentence that says what became of it. start says which of the
+	// two the user was asked.
 	Asked    bool
+	start    bool
 	Switch   func(start bool)
 	Switched string
 }
@@ -78,7 +80,7 @@ func (v *View) Key(key string, s *States) bool {
 		v.Asked = false
 		if key == "y" || key == "Y" {
 			v.Switched = "Waiting for the ranks."
-			v.Switch(s.Writers() == 0)
+			v.Switch(v.start)
 			return true
 		}
 	}
@@ -88,6 +90,7 @@ func (v *View) Key(key string, s *States) bool {
 	case "t", "T":
 		v.Help, v.Switched = false, ""
 		v.Asked = s.Last != nil && s.Last.What == live.Ranks && s.Now.End == nil
+		v.start = s.Writers() == 0
 	case "?", "f1":
 		v.Help = !v.Help
 	case "esc":
@@ -332,9 +335,9 @@ func (v *View) foot(s *States) Line {
 		return Line{{"Filter: " + v.Filter + "_", Strong}}
 	}
 	if v.Asked {
-		what := "start"
-		if s.Writers() > 0 {
-			what = "stop"
+		what := "stop"
+		if v.start {
+			what = "start"
 		}
 		return Line{{"Press y to " + what + " the timelines of all ranks, or another key to leave them.", Strong}}
 	}
