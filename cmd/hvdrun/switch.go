@@ -66,11 +66,22 @@ func (l *liveJob) switchTimelines(w http.ResponseWriter, req *http.Request) {
 	}
 	ctx, cancel := context.WithTimeout(req.Context(), switchTime)
 	defer cancel()
+	go func() {
+		select {
+		case <-l.ended: // answer before the server closes the connection
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
 	answers, missing, _ := l.reports.ranks.Ask(ctx, question) // an error means that the job is over
 	_ = json.NewEncoder(w).Encode(outcomeOf(asked.Start, answers, missing))
 }
 
-// outcomeOf makes a sentence of the answers of the ranks. Ranks with the same error share a sentence.
+// maxReasons is how many different errors of ranks a sentence has at most.
+const maxReasons = 3
+
+// outcomeOf makes a sentence of the answers of the ranks. Ranks with the same error share a clause. Errors
+// that name files differ from rank to rank, so the sentence has only the first ones.
 func outcomeOf(start bool, answers map[int][]byte, missing []int) *switched {
 	done, first := 0, ""
 	failed := make(map[string][]topo.Rank)
@@ -88,7 +99,8 @@ func outcomeOf(start bool, answers map[int][]byte, missing []int) *switched {
 		}
 		switch {
 		case s.Error != "":
-			fail(strings.TrimPrefix(s.Error, "timeline: "), r)
+			why := strings.TrimPrefix(s.Error, "timeline: ")
+			fail(strings.TrimPrefix(why, fmt.Sprintf("rank %d: ", r)), r)
 		case s.File != "":
 			if done++; first == "" {
 				first = fmt.Sprintf("rank %d to %s", r, s.File)
@@ -106,8 +118,11 @@ func outcomeOf(start bool, answers map[int][]byte, missing []int) *switched {
 	if first != "" {
 		text += ": " + first
 	}
-	for _, why := range reasons {
+	for _, why := range reasons[:min(len(reasons), maxReasons)] {
 		text += fmt.Sprintf("; %s: %s", topo.FormatRanks(failed[why]), why)
+	}
+	if n := len(reasons) - maxReasons; n > 0 {
+		text += fmt.Sprintf("; and %d more errors", n)
 	}
 	return &switched{Failed: len(failed) > 0, Text: text + "."}
 }

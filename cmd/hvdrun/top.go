@@ -59,7 +59,7 @@ func (r *runner) top() *cobra.Command {
 	g.flags.BoolVar(&given.plain, "plain", false, "print a line for each update, also on a terminal")
 	g.flags.BoolVar(&given.asJSON, "json", false,
 		"print each state as a JSON object in a line (docs/timeline.md)")
-	g.flags.StringVar(&given.start, "start-timeline", "", "make the ranks write timelines, rank 0 to `FILE`, say so, and end")
+	g.flags.StringVar(&given.start, "start-timeline", "", "make the ranks write timelines, rank 0 to `FILE` in its working directory, say so, and end")
 	g.flags.BoolVar(&given.stop, "stop-timeline", false, "make the ranks end their timelines, say so, and end")
 	cmd := &cobra.Command{
 		Use:   topCommand + " [flags] [JOB]",
@@ -73,6 +73,11 @@ func (r *runner) top() *cobra.Command {
 		RunE: func(c *cobra.Command, args []string) error {
 			if c.Flags().Changed("start-timeline") && given.start == "" {
 				return usagef("top: --start-timeline: got an empty file name")
+			}
+			for _, name := range []string{"plain", "json", "interval"} {
+				if (given.start != "" || given.stop) && c.Flags().Changed(name) {
+					return usagef("top: --%s cannot be used with --start-timeline and --stop-timeline", name)
+				}
 			}
 			return r.runTop(&given, args)
 		},

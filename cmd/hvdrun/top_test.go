@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -15,6 +16,7 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+	"unicode"
 
 	"golang.org/x/sys/unix"
 
@@ -91,6 +93,8 @@ func TestTopFindsJobs(t *testing.T) {
 	check(stderr, status, "--start-timeline and --stop-timeline cannot be used together")
 	_, stderr, status = topOf(t, xdg, "--start-timeline", "")
 	check(stderr, status, "--start-timeline: got an empty file name")
+	_, stderr, status = topOf(t, xdg, "--stop-timeline", "--interval", "2")
+	check(stderr, status, "--interval cannot be used with --start-timeline and --stop-timeline")
 
 	// A folder of a rank, and one with a socket at which nobody listens, are no jobs.
 	d, err := rundir.New(xdg)
@@ -275,6 +279,19 @@ func TestEndOf(t *testing.T) {
 	}
 }
 
+// Errors of many ranks, each with a file of its own, make a sentence of limited length.
+func TestOutcomeOfManyErrors(t *testing.T) {
+	answers := make(map[int][]byte)
+	for r := range 100 {
+		answers[r] = fmt.Appendf(nil, `{"error":"timeline: rank %d: t.rank%d.json exists"}`, r, r)
+	}
+	const want = "0 of 100 ranks have started a timeline; rank 0: t.rank0.json exists; rank 1: t.rank1.json exists; " +
+		"rank 2: t.rank2.json exists; and 97 more errors."
+	if got := outcomeOf(true, answers, nil); got.Text != want {
+		t.Errorf("got %q, want %q", got.Text, want)
+	}
+}
+
 // recorded records what a handler has written.
 type recorded struct{ *httptest.ResponseRecorder }
 
@@ -327,20 +344,23 @@ func TestReadersKeepSteps(t *testing.T) {
 	})
 }
 
-// FuzzSwitching checks that any request to start or stop timelines, and any answer of a rank, is bounded and
-// has a sentence.
+// FuzzSwitching checks that a path that is accepted reaches the ranks unchanged, and that a rank counts as
+// failed exactly if its answer has an error or cannot be read.
 func FuzzSwitching(f *testing.F) {
 	f.Add(`{"start":true,"path":"t.json"}`)
 	f.Add(`{"file":"t.json"}`)
+	f.Add(`{"error":"timeline: rank 0: the disk is full"}`)
 	f.Fuzz(func(t *testing.T, text string) {
-		l := &liveJob{nodes: &launch.Nodes{}}
-		w := httptest.NewRecorder()
-		l.switchTimelines(w, httptest.NewRequest(http.MethodPost, timelinePath, strings.NewReader(text)))
-		if w.Code != http.StatusBadRequest || w.Body.Len() == 0 {
-			t.Errorf("got %d and %q, want that nodes write no timelines", w.Code, w.Body)
+		var s switching
+		if json.Unmarshal([]byte(text), &s) == nil && s.check() == nil && s.Path != "" &&
+			(strings.ContainsFunc(s.Path, unicode.IsControl) || !strings.Contains(s.Path, ".json")) {
+			t.Errorf("the path %q was accepted", s.Path)
 		}
-		if got := outcomeOf(true, map[int][]byte{0: []byte(text)}, nil); got.Text == "" {
-			t.Error("got no sentence")
+		var a live.Switched
+		failed := json.Unmarshal([]byte(text), &a) != nil || a.Error != ""
+		got := outcomeOf(true, map[int][]byte{0: []byte(text)}, nil)
+		if got.Failed != failed || failed != strings.Contains(got.Text, "ranks have started a timeline; rank 0: ") {
+			t.Errorf("got %+v, want failed: %v", got, failed)
 		}
 	})
 }
