@@ -142,7 +142,8 @@ func split(path string) (stem, ext string) {
 }
 
 // Start creates or replaces the file, removes the segments of an earlier run and returns the timeline. It
-// fails if the file cannot be created. With Config.New it neither replaces nor removes files. The caller must close the timeline.
+// fails if the file cannot be created. With Config.New it neither replaces nor removes files. The caller must
+// close the timeline.
 func Start(cfg Config) (*Timeline, error) { return start(cfg, defaultKnobs) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {

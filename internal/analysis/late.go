@@ -464,7 +464,8 @@ func (l *Late) Findings() *Lateness {
 		}
 	}
 	for at, held := range l.origins {
-		if s := l.ranks[at.rank]; s != nil && (held > s.OriginHeld || held == s.OriginHeld && at.name < s.Origin) {
+		s := l.ranks[at.rank]
+		if s != nil && (held > s.OriginHeld || held == s.OriginHeld && at.name < s.Origin) {
 			s.Origin, s.OriginHeld = at.name, held
 		}
 	}
