@@ -174,8 +174,8 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 }
 
 // recordTime is about how long an entry, or a record of a tensor, keeps a processor of this host busy: at the
-// rank that sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's processors
-// that may take: one of so many.
+// rank that sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's
+// processors that may take: one of so many.
 const (
 	recordTime  = 3 * time.Microsecond
 	shareOfHost = 100
