@@ -191,7 +191,7 @@ func TestFilesOfTwoJobs(t *testing.T) {
 	job(2)
 	check(nil)
 	job(1)
-	check([]int{1}, "t.rank1.json is left out: it is of another epoch or job", "no file of rank 1")
+	check([]int{1}, "t.rank1.json is left out: it is of another job, whose rank started at ", "no file of rank 1")
 	job(2)
 	check(nil)
 }
