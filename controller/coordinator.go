@@ -119,7 +119,8 @@ type suspicion struct {
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
 	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w}
-	c.ranks = roster{all: make([]rankState, len(cfg.Sets[0].Ranks)), leaders: cfg.Leaders, groups: cfg.Groups, now: now}
+	c.ranks = roster{all: make([]rankState, len(cfg.Sets[0].Ranks)), leaders: cfg.Leaders, groups: cfg.Groups,
+		now: now}
 	c.sets = newSetTable(cfg.Sets, cfg.CacheCapacity, w, c.ranks.isLeaving)
 	c.policy = policy{
 		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes,

@@ -216,7 +216,8 @@ func (c *Coordinator) checkExecutions() {
 		c.checkStall(&w, c.now-oldest, func() Stall {
 			return Stall{Set: e.set, Name: e.tensor, Missing: ranks, Executing: true}
 		})
-		c.ranks.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // one report for all
+		// one report for all
+		c.ranks.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports })
 	}
 }
 

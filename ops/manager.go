@@ -14,11 +14,11 @@ import (
 type Registry []Registration
 
 // Planner returns the algorithm that a backend uses for a response of r's kind whose output has numBytes
-// bytes, in the process set that has the given members. t has the settings that rank 0 has changed last, or is
-// nil. If the backend cannot run the response, the Planner returns an error. The error states only the reason,
-// because the Registry adds the backend and the operation. The coordinator plans for all ranks; backends that
-// use another backend plan at each rank. So a Planner must return the same result on every rank with the same
-// capabilities. It may be called at any time, from any goroutine.
+// bytes, in the process set that has the given members. t has the settings that rank 0 has changed last, or
+// is nil. If the backend cannot run the response, the Planner returns an error. The error states only the
+// reason, because the Registry adds the backend and the operation. The coordinator plans for all ranks;
+// backends that use another backend plan at each rank. So a Planner must return the same result on every rank
+// with the same capabilities. It may be called at any time, from any goroutine.
 type Planner func(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Algorithm, error)
 
@@ -59,9 +59,9 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 	return m, nil
 }
 
-// Plan chooses the first backend that can run r, and returns its ID and the algorithm. The arguments are those
-// of a Planner. If no backend can run r, Plan returns an error that names each backend with its reason and
-// wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend.
+// Plan chooses the first backend that can run r, and returns its ID and the algorithm. The arguments are
+// those of a Planner. If no backend can run r, Plan returns an error that names each backend with its reason
+// and wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend.
 func (all Registry) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {

@@ -33,9 +33,8 @@ const (
 
 // entry returns a registration of p with the given ID.
 func entry(id message.Backend, p *planner) ops.Registration {
-	return ops.Registration{ID: id, Plan: p.plan, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-		return p, nil
-	}}
+	made := func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return p, nil }
+	return ops.Registration{ID: id, Plan: p.plan, New: made}
 }
 
 func newManager(t *testing.T, r ...ops.Registration) *ops.Manager {

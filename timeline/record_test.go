@@ -119,8 +119,8 @@ func simple(number uint64, names ...string) *trace.Operation {
 	return op
 }
 
-// Spans of threads that ran at the same time are in different lanes, and a span inside of another one of the same
-// thread is in the lane of that one. Each segment has the names of its lanes, and all spans.
+// Spans of threads that ran at the same time are in different lanes, and a span inside of another one of the
+// same thread is in the lane of that one. Each segment has the names of its lanes, and all spans.
 func TestLanes(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))

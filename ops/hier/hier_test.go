@@ -746,7 +746,8 @@ func TestFailureEndsBothLevels(t *testing.T) {
 	inner := &busy{recorded: recorded{name: "inner", log: &log}}
 	outer := &busy{recorded: recorded{name: "outer", log: &log}, failure: failure}
 	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: levelOf(inner, message.NoAlgorithm),
-		Outer: levelOf(outer, message.NoAlgorithm), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+		Outer: levelOf(outer, message.NoAlgorithm), Kinds: allKinds(),
+		ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
 	if err != nil {
 		t.Fatal(err)
 	}

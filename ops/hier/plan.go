@@ -35,7 +35,7 @@ var (
 	errUnsupported   = errors.New("it is not supported on two levels")
 )
 
-// plan is the ops.Planner. The planners of the levels choose their algorithms when an operation runs.
+// plan implements ops.Planner. The planners of the levels choose their algorithms when an operation runs.
 func (p *planner) plan(members []topo.Rank, r *message.Response, _ int64,
 	t *message.Tuning) (message.Algorithm, error) {
 	if err := p.refusal(members, r, t); err != nil {

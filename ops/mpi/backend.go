@@ -48,7 +48,7 @@ type backend struct {
 // planner decides which responses MPI runs.
 type planner struct{ deterministic bool }
 
-// plan is the ops.Planner.
+// plan implements ops.Planner.
 func (p planner) plan(_ []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
 	if !r.Kind.MovesData() {

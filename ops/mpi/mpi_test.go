@@ -595,7 +595,8 @@ func TestPlan(t *testing.T) {
 		{true, tensor.Int32, tensor.Sum, false}, {false, tensor.Float32, tensor.Adasum, true},
 		{true, tensor.Float32, tensor.Average, true},
 	} {
-		_, err := planner{c.deterministic}.plan(nil, &message.Response{Kind: message.Allreduce, DType: c.dt, Op: c.op}, 8, nil)
+		r := &message.Response{Kind: message.Allreduce, DType: c.dt, Op: c.op}
+		_, err := planner{c.deterministic}.plan(nil, r, 8, nil)
 		if (err != nil) != c.refused {
 			t.Errorf("%+v: got error %v", c, err)
 		}

@@ -88,7 +88,7 @@ type device struct {
 	retired [][]byte
 }
 
-// plan is the ops.Planner.
+// plan implements ops.Planner.
 func (cfg Config) plan(members []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
 	if setting, refused := cfg.InHost[r.Kind]; refused {

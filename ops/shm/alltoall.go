@@ -224,7 +224,8 @@ func (b *Backend) pullBlocks(t int) {
 			continue
 		}
 		size := min(column, c-from)
-		src := b.peers[i].segment[stagingAt+int64((b.stage+t)%stages)*b.plan.stageBytes+int64(b.me)*b.plan.stride:]
+		at := stagingAt + int64((b.stage+t)%stages)*b.plan.stageBytes + int64(b.me)*b.plan.stride
+		src := b.peers[i].segment[at:]
 		if e := &b.layouts[i].extents[0]; !e.in.staged() {
 			src = e.in.mem[e.in.offset+b.blocks.offset(i, b.me)+from:]
 		}

@@ -290,8 +290,8 @@ var (
 	errAdasum = errors.New("in deterministic mode, the bits of an adasum must not depend on the hosts of the ranks")
 )
 
-// plan is the ops.Planner. The algorithm is always direct: the owner of a block reads the block from all other
-// ranks.
+// plan implements ops.Planner. The algorithm is always direct: the owner of a block reads the block from all
+// other ranks.
 func (cfg Config) plan(members []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
 	if !together(cfg.Groups, members) {

@@ -24,7 +24,7 @@ func newPlanner(cfg Config) *planner {
 	return p
 }
 
-// plan is the ops.Planner. It chooses the algorithm that the user has forced, or else the algorithm that
+// plan implements ops.Planner. It chooses the algorithm that the user has forced, or else the algorithm that
 // was tuned, or else the algorithm of the first rule of the table that applies.
 func (p *planner) plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Algorithm, error) {

@@ -167,9 +167,9 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 		}}
 }
 
-// Within returns the Registration of a backend which another backend of the process set uses. It uses the lane
-// that the function lane returns, because the backend that Register returns has the set's DataLane. Each rank
-// plans the operations itself, so cfg.Table must be the same at all ranks. cfg.Forced does not apply.
+// Within returns the Registration of a backend which another backend of the process set uses. It uses the
+// lane that the function lane returns, because the backend that Register returns has the set's DataLane. Each
+// rank plans the operations itself, so cfg.Table must be the same at all ranks. cfg.Forced does not apply.
 func Within(mesh transport.Mesh, lane func(topo.ProcessSetID) transport.Lane, cfg Config) ops.Registration {
 	cfg.Forced = nil
 	r := Register(mesh, cfg)

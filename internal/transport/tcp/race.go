@@ -7,8 +7,8 @@ import (
 	"unsafe"
 )
 
-// ioSync stands for all sockets. Each write to a socket happens before every later read from one, together with
-// all that the writing goroutine did before. Package syscall tells the race detector the same.
+// ioSync stands for all sockets. Each write to a socket happens before every later read from one, together
+// with all that the writing goroutine did before. Package syscall tells the race detector the same.
 var ioSync int
 
 // noteRead reports to the race detector that a system call has read into b.
