@@ -62,7 +62,7 @@ store = dist.HashStore()
 store.compare_set("gohvd/meeting 1/first", "", "0")
 assert _job._LONGEST_START == datetime.timedelta(minutes=1)
 _job._LONGEST_START = datetime.timedelta(seconds=0.1)
-_job._meet(store, 1, 2, None, datetime.timedelta(hours=9))
+_job._meet(store, 1, 2, None, datetime.timedelta(hours=9), False)
 `).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "rank 0 has begun to make it and not gone on") {
 		t.Errorf("got %v, want an error that names rank 0:\n%s", err, out)
