@@ -15,7 +15,8 @@ import (
 // the tensors are copied through host memory. In the last one, a rank is killed.
 func TestDevicePython(t *testing.T) {
 	run := func(tests string, ranks int, env string) (string, error) {
-		cmd := job(t, ranks, filepath.Join(python(t), "tests", "device_ranks.py"), strings.Fields(tests)...)
+		program := filepath.Join(python(t), "tests", "device_ranks.py")
+		cmd := job(t, ranks, append([]string{program}, strings.Fields(tests)...)...)
 		// The streams are slow, so that missing waits show.
 		cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
 			"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
