@@ -144,6 +144,7 @@ test-mpi: ## test with Open MPI and MPICH, in Go and Python, and run bench/mpi.p
 .PHONY: test-nccl
 test-nccl: ## test the Python package, hvdbench and all operations on CUDA devices, with stand-ins for NCCL and CUDA
 	$(GO) test $(VETTED) -tags nccl -count 1 -run 'Device|NCCL' ./internal/pythontest ./internal/conformance ./cmd/hvdbench
+	$(GO) test $(VETTED) -tags nccl -count 1 -run RepeatedDevice ./hvd
 
 .PHONY: nccl-libraries
 nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) have what gohvd calls; needs no GPU

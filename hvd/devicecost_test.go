@@ -1,4 +1,4 @@
-//go:build nccl && cgo
+//go:build nccl && cgo && !race
 
 package hvd_test
 
@@ -17,7 +17,8 @@ import (
 )
 
 // TestRepeatedDeviceOperationAllocatesLittle checks that a repeated operation on a device makes at most two
-// small allocations more than one in host memory: its description and the list of its options.
+// small allocations more than one in host memory: its description and the list of its options. With the race
+// detector, pools of memory drop some of what they are given.
 func TestRepeatedDeviceOperationAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		d := openDevice(t, 0)
