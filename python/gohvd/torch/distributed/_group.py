@@ -682,8 +682,8 @@ class ElasticProcessGroup(ProcessGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """Returns a text by which other processes make a group with this one. It is valid for one reconfigure. Everybody
-        who has it can join the group.
+        """Returns a text by which other processes make a group with this one. It is valid for one reconfigure. Any process
+        that has it can join the group.
         """
         if not self._handle:
             self._handle = _engine.engine.new_unique_id()
