@@ -4,6 +4,7 @@ package hvd_test
 
 import (
 	"context"
+	"math"
 	"testing"
 	"time"
 	"unsafe"
@@ -17,8 +18,10 @@ import (
 )
 
 // TestRepeatedDeviceOperationAllocatesLittle checks that a repeated operation on a device makes at most two
-// small allocations more than one in host memory: its description and the list of its options. With the race
-// detector, pools of memory drop some of what they are given.
+// small allocations more than one in host memory: its description and the list of its options. It counts the
+// least of many calls, because a call allocates more while the goroutine that ends operations on the device has
+// not given back what the call before it used, and on a busy machine that can be so for a hundred calls. With the
+// race detector, pools of memory drop some of what they are given.
 func TestRepeatedDeviceOperationAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		d := openDevice(t, 0)
@@ -28,10 +31,11 @@ func TestRepeatedDeviceOperationAllocatesLittle(t *testing.T) {
 		inHost := []hvd.AllreduceOption{hvd.InPlace(), hvd.Op(hvd.Sum), hvd.Name("host"), hvd.On(e)}
 		y := []float32{1, 2}
 		count := func(once func() error) float64 {
-			for range 20 {
-				d.check(once())
+			least := math.Inf(1)
+			for range 100 {
+				least = min(least, testing.AllocsPerRun(1, func() { d.check(once()) }))
 			}
-			return testing.AllocsPerRun(100, func() { d.check(once()) })
+			return least
 		}
 		host := count(func() error { _, err := hvd.Allreduce(ctx, y, inHost...); return err })
 		device := count(func() error { return cuda.Allreduce(ctx, x, x, opts...) })
