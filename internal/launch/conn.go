@@ -146,14 +146,14 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 
 // hostJobs returns for each of the hosts the job that is sent to its agent in the first order.
 func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
-	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
+	travelling := slices.DeleteFunc(slices.Clone(j.spec.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
 	})
 	routes := j.routes(conns)
 	jobs := make([]hostJob, len(conns))
 	for i, c := range conns {
 		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
-			Scheduler: j.o.Nodes != nil && j.several,
+			Scheduler: j.o.Nodes != nil && j.spec.several,
 			BindTo:    j.o.BindTo,
 			Restarts:  j.o.Nodes != nil && j.o.Nodes.Restarts > 0 || j.o.Elastic != nil,
 			Elastic:   j.o.Elastic != nil}
@@ -168,15 +168,15 @@ func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
 			jobs[i].Dir = words{dir}
 		}
 		for _, k := range c.ranks {
-			vars := slices.Concat(j.torchVariables(j.places[k.number]), j.processVariables(k.number))
-			if !j.several {
+			vars := slices.Concat(j.spec.torchVariables(j.spec.places[k.number]), j.spec.processVariables(k.number))
+			if !j.spec.several {
 				vars = append(vars, storeVariables(j.o.StoreAddrs[0])...)
 			}
 			jobs[i].Ranks = append(jobs[i].Ranks, vars)
 		}
 		for _, a := range j.o.StoreAddrs {
 			switch {
-			case !j.several:
+			case !j.spec.several:
 			case a.Addr() == routes[i]:
 				jobs[i].Stores = slices.Insert(jobs[i].Stores, 0, a.String())
 			default:
@@ -378,7 +378,7 @@ func (r *refusal) error(j *job, c *agentConn) error {
 	text := logs.Plain(r.Text)
 	if r.Status != 0 {
 		err := &CommandError{Command: r.Command, Status: r.Status & 0xff, Err: errors.New(text)}
-		if j.several {
+		if j.spec.several {
 			err.Host = c.host
 		}
 		return err

@@ -223,8 +223,8 @@ func (j *job) startWaiting(k *rank) {
 		k.streams[i].unused = k.conn.closed
 	}
 	k.opened = true
-	env := j.processVariables(k.number)
-	if !j.several {
+	env := j.spec.memberVariables(k.exit.Host, k.member)
+	if !j.spec.several {
 		env = append(env, storeVariables(j.o.StoreAddrs[0])...)
 	}
 	j.orderTo(k.conn, order{Start: &index, Env: env, streams: k.streams[:]})
@@ -234,7 +234,7 @@ func (j *job) startWaiting(k *rank) {
 func (j *job) addSlot(s elastic.Slot) *rank {
 	title := s.String()
 	label := title
-	if !j.several {
+	if !j.spec.several {
 		label = strconv.Itoa(s.Index)
 	}
 	k := &rank{number: len(j.ranks), title: title, ended: true, gone: true, exit: Exit{Host: s.Host}}

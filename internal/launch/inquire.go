@@ -93,7 +93,7 @@ func (j *job) known() []string {
 	known := make([]string, len(ranks))
 	for r, k := range ranks {
 		where := ""
-		if j.several {
+		if j.spec.several {
 			where = " on host " + k.exit.Host
 		}
 		switch e := &k.exit; {

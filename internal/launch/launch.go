@@ -26,8 +26,6 @@ package launch
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -36,7 +34,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -46,7 +43,6 @@ import (
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/outfile"
-	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // MaxRanks is the maximum of Options.NP.
@@ -315,35 +311,11 @@ func Run(ctx context.Context, o Options) (Result, error) {
 			o.Hosts = []Host{{Name: self, Slots: max(o.NP, c.Max) + c.Spares}}
 		}
 	}
-	var id [16]byte
-	rand.Read(id[:]) // never fails
-	j := &job{
-		o: o, places: places, id: hex.EncodeToString(id[:]),
-		events: make(chan func()), done: make(chan struct{}), surveyed: make(chan struct{}, 1),
-	}
-	switch {
-	case o.Elastic == nil:
-		j.hosts = lastHost(places) + 1
-		j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
-	default:
-		j.several = o.Elastic.Discovery != nil || len(o.Hosts) > 1 || !IsThisHost(o.Hosts[0].Name)
-	}
-	placing := storeVariables(netip.AddrPort{})
-	if o.Elastic != nil {
-		placing = slices.Concat(placing, rankVariables(topo.Topology{}), j.jobVariables(),
-			[]string{MemberVariable, "HOROVOD_HOSTNAME=", "HOROVOD_ELASTIC="})
-	} else {
-		placing = append(placing, j.processVariables(0)...)
-	}
-	if o.Nodes != nil {
-		placing = append(placing, schedulerVariable(netip.Addr{}))
-	}
-	inherited := without(o.Env, slices.Concat(rankVariables(topo.Topology{}), j.torchVariables(Assignment{}),
-		[]string{processVariable, MemberVariable, "HOROVOD_HOSTNAME=", "HOROVOD_ELASTIC="}))
-	if j.env, err = merge(inherited, o.Set, placing); err != nil {
+	s, err := newSpec(&o, places)
+	if err != nil {
 		return Result{}, err
 	}
-	return j.run(ctx)
+	return newJob(s).run(ctx)
 }
 
 // assign places the ranks on o.Hosts. It adds this host if there is none, or if only the scheduler of a
@@ -361,163 +333,6 @@ func (o *Options) assign(self string) (places []Assignment, err error) {
 		return nil, &OptionError{err.Error()}
 	}
 	return places, nil
-}
-
-// lastHost returns the greatest index of a host that has ranks.
-func lastHost(places []Assignment) (last int) {
-	for _, p := range places {
-		last = max(last, p.Host)
-	}
-	return last
-}
-
-// processVariables returns the environment variables that tell process r its place in the job, its host and
-// its job.
-func (j *job) processVariables(r int) []string {
-	job := j.jobVariables()
-	if j.o.Starter != "" {
-		return job // it starts the ranks on hosts that it chooses
-	}
-	var place []string
-	switch {
-	case j.o.Elastic != nil:
-		k := j.ranks[r]
-		return append(job, "HOROVOD_HOSTNAME="+k.exit.Host, "HOROVOD_ELASTIC=1", MemberVariable+"="+k.member.Text())
-	case j.o.Nodes != nil:
-		place = j.o.Nodes.variables(r, j.several)
-	default:
-		place = rankVariables(j.places[r].Topology)
-	}
-	return append(append(place, "HOROVOD_HOSTNAME="+j.o.Hosts[j.places[r].Host].Name), job...)
-}
-
-// jobVariables returns the environment variables that tell all processes of which job they are.
-func (j *job) jobVariables() []string {
-	return []string{"HVD_JOB_ID=" + j.id, "HVD_SECRET=" + j.o.Secret}
-}
-
-// rankVariables returns the environment variables that tell a rank its number, the number of ranks, and its
-// local and cross rank.
-func rankVariables(p topo.Topology) []string {
-	return []string{
-		"HOROVOD_RANK=" + strconv.Itoa(p.Rank),
-		"HOROVOD_SIZE=" + strconv.Itoa(p.Size),
-		"HOROVOD_LOCAL_RANK=" + strconv.Itoa(p.LocalRank),
-		"HOROVOD_LOCAL_SIZE=" + strconv.Itoa(p.LocalSize),
-		"HOROVOD_CROSS_RANK=" + strconv.Itoa(p.CrossRank),
-		"HOROVOD_CROSS_SIZE=" + strconv.Itoa(p.CrossSize),
-	}
-}
-
-// storeVariables returns the environment variables that hold the address of the job's store.
-func storeVariables(addr netip.AddrPort) []string {
-	return []string{
-		"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + addr.Addr().String(),
-		"HOROVOD_GLOO_RENDEZVOUS_PORT=" + strconv.Itoa(int(addr.Port())),
-	}
-}
-
-// nameOf returns the name of a variable v of the form NAME=value.
-func nameOf(v string) string {
-	name, _, _ := strings.Cut(v, "=")
-	return name
-}
-
-// has reports whether vars contains a variable with the given name.
-func has(vars []string, name string) bool {
-	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
-}
-
-// without returns a copy of env without the variables whose names occur in vars.
-func without(env, vars []string) []string {
-	// Use a map, because a pod of a large cluster may have thousands of variables.
-	named := make(map[string]bool, len(vars))
-	for _, v := range vars {
-		named[nameOf(v)] = true
-	}
-	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
-}
-
-// torchVariables returns the variables that torch.distributed expects from a launcher, for the rank at place
-// p. It leaves out the variables that the user sets with Options.Set, because the user may want another
-// store.
-func (j *job) torchVariables(p Assignment) []string {
-	addr := j.o.TorchStore
-	if !addr.IsValid() {
-		return nil
-	}
-	return without([]string{
-		"MASTER_ADDR=" + addr.Addr().String(),
-		"MASTER_PORT=" + strconv.Itoa(int(addr.Port())),
-		"RANK=" + strconv.Itoa(p.Rank),
-		"WORLD_SIZE=" + strconv.Itoa(p.Size),
-		"LOCAL_RANK=" + strconv.Itoa(p.LocalRank),
-		"LOCAL_WORLD_SIZE=" + strconv.Itoa(p.LocalSize),
-		"GROUP_RANK=" + strconv.Itoa(p.Host),
-		"GROUP_WORLD_SIZE=" + strconv.Itoa(j.hosts),
-		// The launcher serves the store, so rank 0 must not serve one.
-		"TORCHELASTIC_USE_AGENT_STORE=True",
-		"TORCHELASTIC_RESTART_COUNT=0",
-	}, j.o.Set)
-}
-
-// merge returns the environment of all ranks. It contains the variables of inherited and of set. If both have
-// a variable with the same name, merge uses the one in set. If a name occurs more than once in set, merge
-// uses the last one. placing holds the variables that the launcher sets itself: merge drops them from
-// inherited, and returns an error if set contains one.
-func merge(inherited, set, placing []string) ([]string, error) {
-	env := without(inherited, placing)
-	// The launcher puts a prefix before each line of output, so Python should not keep lines in a buffer.
-	for _, v := range append([]string{"PYTHONUNBUFFERED=1"}, set...) {
-		switch name := nameOf(v); {
-		case name == "" || !strings.Contains(v, "=") || strings.Contains(v, "\x00"):
-			return nil, &OptionError{fmt.Sprintf("environment: got %q, want NAME=value", v)}
-		case has(placing, name):
-			return nil, &OptionError{fmt.Sprintf("environment: got %s, which the launcher itself sets", name)}
-		}
-		env = append(without(env, []string{v}), v)
-	}
-	return env, nil
-}
-
-// lookPath returns the path of a program. If file contains a slash, file is the path. Otherwise lookPath
-// returns the first match in the directories that the variable PATH in env lists.
-func lookPath(file string, env []string) (string, error) {
-	err := error(exec.ErrNotFound)
-	candidates := []string{file}
-	if !strings.Contains(file, "/") {
-		candidates = nil
-		for _, dir := range filepath.SplitList(valueOf(env, "PATH")) {
-			// A relative directory is skipped, because it depends on the working directory of the rank.
-			if filepath.IsAbs(dir) {
-				candidates = append(candidates, filepath.Join(dir, file))
-			}
-		}
-	}
-	for _, c := range candidates {
-		var path string
-		if path, err = exec.LookPath(c); err == nil {
-			return path, nil
-		}
-		if lookup, ok := errors.AsType[*exec.Error](err); ok {
-			err = lookup.Err // keep only the cause, because callers add the name of the program
-		}
-	}
-	if len(candidates) != 1 || candidates[0] != file {
-		err = exec.ErrNotFound
-	}
-	return "", err
-}
-
-// valueOf returns the value of the variable with the given name in env. If the name occurs more than once, it
-// returns the last value. If the name does not occur, it returns "".
-func valueOf(env []string, name string) (value string) {
-	for _, v := range env {
-		if text, ok := strings.CutPrefix(v, name+"="); ok {
-			value = text
-		}
-	}
-	return value
 }
 
 // rank is the supervisor's state of one rank, or of one slot of an elastic job. Only the supervisor's
@@ -564,11 +379,11 @@ func (s *stream) create(dir, folder, name string) error {
 // makeRanks creates the state of each rank, the output files of the ranks, and the connections to their
 // hosts.
 func (j *job) makeRanks() error {
-	for _, h := range j.o.Hosts[:j.hosts] {
+	for _, h := range j.o.Hosts[:j.spec.hosts] {
 		j.conns = append(j.conns, j.newConn(h.Name))
 	}
-	j.waiting, j.open = j.hosts, j.hosts
-	for r, p := range j.places {
+	j.waiting, j.open = j.spec.hosts, j.spec.hosts
+	for r, p := range j.spec.places {
 		k := &rank{number: r, title: fmt.Sprintf("rank %d", r), conn: j.conns[p.Host],
 			exit: Exit{Host: j.o.Hosts[p.Host].Name}}
 		switch {

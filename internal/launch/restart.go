@@ -254,7 +254,7 @@ func (j *job) restartReport() string {
 	}
 	for _, r := range last {
 		where := ""
-		if j.several {
+		if j.spec.several {
 			where = " on " + r.Exit.Host
 		}
 		fmt.Fprintf(&b, "  %s at %s: %s, pid %d%s, at %s\n", j.ranks[r.Rank].title, r.At.Format(clock),

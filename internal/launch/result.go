@@ -219,7 +219,7 @@ func (j *job) report(res Result) string {
 	}
 	j.reportAlike(&b, others, func(r int) string { return res.Ranks[r].Describe() + again(r) }, func(r int) {
 		e, host := res.Ranks[r], ""
-		if j.several {
+		if j.spec.several {
 			host = " on " + e.Host
 		}
 		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s%s\n", j.ranks[r].title, e.Describe(), e.PID, host,

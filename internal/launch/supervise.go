@@ -32,12 +32,8 @@ const (
 
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
 type job struct {
-	o       Options
-	places  []Assignment // place of each rank
-	hosts   int          // number of hosts that have ranks
-	several bool         // some rank runs on another host
-	id      string
-	env     []string // environment that all ranks have in common
+	o    *Options
+	spec *spec
 
 	ranks   []*rank
 	conns   []*agentConn // connection to each host
@@ -76,6 +72,11 @@ type job struct {
 	surveying bool
 	surveyed  chan struct{} // receives a value when a survey has ended
 	quitAt    time.Time     // when SIGQUIT last started a survey
+}
+
+func newJob(s *spec) *job {
+	return &job{o: s.o, spec: s, events: make(chan func()), done: make(chan struct{}),
+		surveyed: make(chan struct{}, 1)}
 }
 
 // run starts the job on its hosts, supervises it and returns its result.
@@ -180,7 +181,7 @@ func (j *job) handleReport(k *rank, p *report) {
 	case p.Errno != 0:
 		k.ended = true // the command was never started
 		err := newCommandError(j.o.Command[0], p.Errno)
-		if j.several {
+		if j.spec.several {
 			err.Host = k.exit.Host
 		}
 		if j.o.Elastic == nil || !j.members.machine.HasRoster() {
@@ -541,7 +542,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	done := ctx.Done()
 	if j.asked {
 		wait := j.o.Grace
-		if j.several {
+		if j.spec.several {
 			wait += endWait // because output from other hosts takes longer to arrive
 		}
 		timer := time.NewTimer(wait)

@@ -79,12 +79,8 @@ func FuzzNotices(f *testing.F) {
 	f.Add([]byte("\x00\x00\x00\x02{}\x00\x00\x00\x01{"))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
-		j := &job{
-			o:      Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard},
-			events: make(chan func()),
-			done:   make(chan struct{}), console: newConsole(io.Discard, io.Discard), phase: running,
-			begun: true, several: true, open: 1,
-		}
+		j := newJob(&spec{o: &Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, several: true})
+		j.console, j.phase, j.begun, j.open = newConsole(io.Discard, io.Discard), running, true, 1
 		c := &agentConn{host: "h", orders: make(chan order, maxOrders)}
 		for r := range 2 {
 			c.ranks = append(c.ranks, &rank{number: r, conn: c})
