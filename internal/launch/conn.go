@@ -115,7 +115,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	if err != nil {
 		return &HostError{c.host, fmt.Errorf("%s: %w", argv[0], err)}
 	}
-	j.verbosef("host %s: %s", c.host, strings.Join(argv, " "))
+	j.console.verbosef("host %s: %s", c.host, strings.Join(argv, " "))
 	var mine []*os.File
 	c.command = argv[0]
 	c.pid, err = j.family.start(commands, func() (pid int, err error) {

@@ -63,10 +63,10 @@ func (j *job) beginElastic() {
 		j.discovered(j.o.Hosts)
 		return
 	}
-	ctx := j.surveys
-	j.writers.Go(func() {
+	ctx := j.supervision
+	j.watchers.Go(func() {
 		for first := true; ; first = false {
-			hosts, err := j.discover(ctx)
+			hosts, err := e.Discovery.run(ctx, &j.family, j.o.Env)
 			if ctx.Err() != nil || !j.post(func() { j.handleDiscovery(hosts, err, first) }) {
 				return
 			}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"sync"
 	"time"
 )
 
@@ -32,52 +33,62 @@ type Inquiry struct {
 	Epilogue func(known []string, culprits []int, failed bool) string
 }
 
-// handleQuit handles SIGQUIT. If the signal starts a survey, or is dropped because a survey is in progress,
-// handleQuit returns true. If the signal must be forwarded to the ranks, it returns false.
-func (j *job) handleQuit() bool {
-	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < quitRepeat {
+// surveys starts surveys of what the ranks are doing, one at a time. The supervisor's goroutine uses it.
+type surveys struct {
+	o       *Options
+	console *console
+	known   func() []string // what the launcher knows about the processes
+	ctx     context.Context // cancelled when no rank is left to ask
+	asking  bool
+	asked   chan struct{}  // receives a value when a survey has ended
+	working sync.WaitGroup // the goroutine of the survey
+	quitAt  time.Time      // when SIGQUIT last started a survey
+}
+
+// quit handles SIGQUIT. If the signal starts a survey, or is dropped because a survey is in progress, quit
+// returns true. If the signal must be forwarded to the ranks, it returns false.
+func (s *surveys) quit() bool {
+	if s.o.Inquiry == nil || !s.quitAt.IsZero() && time.Since(s.quitAt) < quitRepeat {
 		return false
 	}
-	j.quitAt = time.Now()
-	j.survey("SIGQUIT")
+	s.quitAt = time.Now()
+	s.start("SIGQUIT")
 	return true
 }
 
-// survey starts a survey and passes the reason in why to it. If a survey is in progress, it does nothing.
-func (j *job) survey(why string) {
-	if j.surveying {
-		j.verbosef("%s: ignored, because the %s are already being asked for a report", why, j.o.processes())
+// start starts a survey and passes the reason in why to it. If a survey is in progress, it does nothing.
+func (s *surveys) start(why string) {
+	if s.asking {
+		s.console.verbosef("%s: ignored, because the %s are already being asked for a report", why, s.o.processes())
 		return
 	}
-	j.surveying = true
-	ctx, known := j.surveys, j.known()
-	// The goroutine is in writers, because conclude waits for writers before it closes the console. Otherwise
-	// the text could be lost.
-	j.writers.Go(func() {
-		text := j.o.Inquiry.Survey(ctx, why, known)
+	s.asking = true
+	known := s.known()
+	s.working.Go(func() {
+		text := s.o.Inquiry.Survey(s.ctx, why, known)
 		if text != "" {
-			j.console.put(chunk{err: true, text: []byte(text)})
+			s.console.put(chunk{err: true, text: []byte(text)})
 		}
 		// This send does not block, because the channel has room for one value and only one survey runs at a
 		// time.
-		j.surveyed <- struct{}{}
+		s.asked <- struct{}{}
 	})
 }
 
 // alarms returns the channel of reasons for surveys, or nil if the job has no such channel.
-func (j *job) alarms() <-chan string {
-	if j.o.Inquiry == nil {
+func (s *surveys) alarms() <-chan string {
+	if s.o.Inquiry == nil {
 		return nil
 	}
-	return j.o.Inquiry.Alarms
+	return s.o.Inquiry.Alarms
 }
 
 // looks returns the channel of functions that get what is known about the processes, or nil.
-func (j *job) looks() <-chan func(known []string) {
-	if j.o.Inquiry == nil {
+func (s *surveys) looks() <-chan func(known []string) {
+	if s.o.Inquiry == nil {
 		return nil
 	}
-	return j.o.Inquiry.Looks
+	return s.o.Inquiry.Looks
 }
 
 // known returns a clause for each rank that says what the launcher knows about its process. It returns nil

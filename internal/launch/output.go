@@ -40,6 +40,7 @@ type chunk struct {
 type console struct {
 	files   [2]*sink // for standard output and standard error; equal if both are the same file
 	queue   chan chunk
+	verbose bool          // verbosef prints
 	quit    chan struct{} // closed by abandon
 	done    chan struct{} // closed when all chunks are written, or after abandon
 	abandon func()        // drops the queue and all later chunks
@@ -104,6 +105,13 @@ func (c *console) note(format string, args ...any) {
 	select {
 	case c.queue <- chunk{err: true, text: fmt.Appendf(nil, "hvdrun: "+format+"\n", args...)}:
 	default:
+	}
+}
+
+// verbosef is like note, but prints only with Options.Verbose.
+func (c *console) verbosef(format string, args ...any) {
+	if c.verbose {
+		c.note(format, args...)
 	}
 }
 

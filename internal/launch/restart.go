@@ -47,8 +47,8 @@ func (j *job) watchHung() {
 	if j.o.Hung == nil || j.o.Nodes == nil || j.o.Nodes.Restarts == 0 {
 		return
 	}
-	ctx := j.surveys
-	j.writers.Go(func() {
+	ctx := j.supervision
+	j.watchers.Go(func() {
 		for {
 			ranks, v := j.o.Hung(ctx)
 			if ranks == nil || !j.post(func() { j.handleHung(ranks, v) }) {

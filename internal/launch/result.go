@@ -65,7 +65,7 @@ func (j *job) settleVerdict(ended bool) {
 	defer cancel()
 	v, err := j.o.Verdict(ctx, ended)
 	if err != nil {
-		j.verbosef("cannot read the verdict of the %s: %v", j.o.processes(), err)
+		j.console.verbosef("cannot read the verdict of the %s: %v", j.o.processes(), err)
 		return
 	}
 	j.verdict = &v

@@ -52,7 +52,7 @@ type job struct {
 	console *console
 	events  chan func()    // the method supervise calls these functions
 	done    chan struct{}  // closed when supervise has returned
-	writers sync.WaitGroup // goroutines for connections to agents, for streams and for surveys
+	writers sync.WaitGroup // goroutines for connections to agents and for streams
 
 	phase    phase
 	deadline time.Time // end of the phase; phase running has no deadline
@@ -68,20 +68,21 @@ type job struct {
 	settled  bool           // the verdict was read, if there was one
 	verdict  *joblink.Verdict
 
-	surveys   context.Context // cancelled when no rank is left to ask
-	surveying bool
-	surveyed  chan struct{} // receives a value when a survey has ended
-	quitAt    time.Time     // when SIGQUIT last started a survey
+	surveys     surveys
+	supervision context.Context // cancelled when supervise returns
+	watchers    sync.WaitGroup  // goroutines that wait for ranks that hang, and for hosts
 }
 
 func newJob(s *spec) *job {
-	return &job{o: s.o, spec: s, events: make(chan func()), done: make(chan struct{}),
-		surveyed: make(chan struct{}, 1)}
+	j := &job{o: s.o, spec: s, events: make(chan func()), done: make(chan struct{}),
+		console: newConsole(s.o.Stdout, s.o.Stderr)}
+	j.console.verbose = s.o.Verbose
+	j.surveys = surveys{o: s.o, console: j.console, known: j.known, asked: make(chan struct{}, 1)}
+	return j
 }
 
 // run starts the job on its hosts, supervises it and returns its result.
 func (j *job) run(ctx context.Context) (Result, error) {
-	j.console = newConsole(j.o.Stdout, j.o.Stderr)
 	if err := j.makeRanks(); err != nil {
 		for _, c := range j.conns {
 			c.close()
@@ -116,9 +117,10 @@ func (j *job) post(f func()) bool {
 // processes cannot be killed.
 func (j *job) supervise(ctx context.Context) {
 	defer close(j.done)
-	var endSurveys context.CancelFunc
-	j.surveys, endSurveys = context.WithCancel(ctx)
-	defer endSurveys()
+	var end context.CancelFunc
+	j.supervision, end = context.WithCancel(ctx)
+	defer end()
+	j.surveys.ctx = j.supervision
 	j.watchHung()
 	if j.o.Elastic != nil {
 		j.beginElastic()
@@ -145,15 +147,15 @@ func (j *job) supervise(ctx context.Context) {
 		case f := <-j.memberEvents():
 			j.tell(f)
 		case s := <-j.o.Signals:
-			if s != unix.SIGQUIT || !j.handleQuit() {
+			if s != unix.SIGQUIT || !j.surveys.quit() {
 				j.handleSignal(s)
 			}
-		case why := <-j.alarms():
-			j.survey(why)
-		case look := <-j.looks():
+		case why := <-j.surveys.alarms():
+			j.surveys.start(why)
+		case look := <-j.surveys.looks():
 			look(j.known())
-		case <-j.surveyed:
-			j.surveying = false
+		case <-j.surveys.asked:
+			j.surveys.asking = false
 		case <-j.o.Failed:
 			j.handleFailure()
 		case <-done:
@@ -177,7 +179,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		if !k.ended {
 			k.markLost(time.Now(), "")
 		}
-		j.verbosef("%s: all its processes have ended", k.title)
+		j.console.verbosef("%s: all its processes have ended", k.title)
 	case p.Errno != 0:
 		k.ended = true // the command was never started
 		err := newCommandError(j.o.Command[0], p.Errno)
@@ -192,11 +194,11 @@ func (j *job) handleReport(k *rank, p *report) {
 		k.markLost(time.Now(), err.Err.Error())
 	case p.PID != 0:
 		k.exit.PID, k.started = p.PID, time.Now()
-		j.verbosef("%s: started as process %d", k.title, p.PID)
+		j.console.verbosef("%s: started as process %d", k.title, p.PID)
 	case p.Ended:
 		k.ended = true
 		k.exit.Code, k.exit.Signal, k.exit.Sent, k.exit.At = p.Code, p.Signal, p.Sent, time.Unix(0, p.At)
-		j.verbosef("%s: %s", k.title, k.exit.Describe())
+		j.console.verbosef("%s: %s", k.title, k.exit.Describe())
 	}
 	j.consider(k)
 	j.restartDue()
@@ -217,7 +219,7 @@ func (j *job) handleReady(c *agentConn) {
 	}
 	c.ready = true
 	j.waiting--
-	j.verbosef("host %s: ready", c.host)
+	j.console.verbosef("host %s: ready", c.host)
 	if j.o.Elastic != nil {
 		j.handleElasticReady(c)
 		return
@@ -413,7 +415,7 @@ func (j *job) expire() {
 		}
 		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("its agent was not ready within %v", j.o.Start)})
 	case noticing:
-		j.verbosef("sending SIGTERM to the %s that are still alive", j.o.processes())
+		j.console.verbosef("sending SIGTERM to the %s that are still alive", j.o.processes())
 		j.end(unix.SIGTERM)
 	case terminating:
 		j.console.note("killing the %s that are still alive after %v", j.o.processes(), j.o.Grace)
@@ -491,12 +493,6 @@ func (j *job) abort(err error) {
 	}
 }
 
-func (j *job) verbosef(format string, args ...any) {
-	if j.o.Verbose {
-		j.console.note(format, args...)
-	}
-}
-
 // conclude determines the result, waits until the output is written, and reports a failure. If a signal or
 // ctx has ended the job, conclude waits for the output only for a limited time. It stops waiting if ctx ends
 // or a further signal that ends the job arrives.
@@ -518,6 +514,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	go func() {
 		defer close(written)
 		j.writers.Wait()
+		j.watchers.Wait()
+		j.surveys.working.Wait() // its text would be lost after the end of the console
 		agents = j.awaitAgents(j.o.Kill)
 		for _, c := range j.conns {
 			agents = errors.Join(agents, c.lost)

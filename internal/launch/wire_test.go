@@ -80,7 +80,7 @@ func FuzzNotices(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
 		j := newJob(&spec{o: &Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, several: true})
-		j.console, j.phase, j.begun, j.open = newConsole(io.Discard, io.Discard), running, true, 1
+		j.phase, j.begun, j.open = running, true, 1
 		c := &agentConn{host: "h", orders: make(chan order, maxOrders)}
 		for r := range 2 {
 			c.ranks = append(c.ranks, &rank{number: r, conn: c})
