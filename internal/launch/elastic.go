@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -31,9 +30,6 @@ type Elastic struct {
 	Events <-chan func(m *elastic.Machine, now time.Time) elastic.Output
 }
 
-// maxChangeLines caps how many changes are printed at the end of the job.
-const maxChangeLines = 50
-
 // membership is the state that only an elastic job has. The supervisor's goroutine uses it.
 type membership struct {
 	machine *elastic.Machine
@@ -42,9 +38,9 @@ type membership struct {
 	over    bool                   // the machine has ended, or a signal has ended the job
 	slots   map[elastic.Slot]*rank // the state of each slot at which a process was started
 	roster  *elastic.Roster        // the newest one, or nil
-	changes []string               // lines about the changes, for the end of the job
-	warned  string                 // the newest warning of discovery
-	ending  string                 // why the job has failed, or ""
+	changes changes
+	warned  string // the newest warning of discovery
+	ending  string // why the job has failed, or ""
 }
 
 // beginElastic starts an elastic job.
@@ -57,6 +53,7 @@ func (j *job) beginElastic() {
 		j.abort(err)
 		return
 	}
+	j.members.changes.console = j.console
 	j.members.machine = elastic.New(e.Config, time.Now())
 	j.members.slots = make(map[elastic.Slot]*rank)
 	if e.Discovery == nil {
@@ -142,14 +139,14 @@ func (j *job) carryOut(o elastic.Output) {
 	if o.Publish != nil {
 		j.members.roster = o.Publish
 		j.o.Elastic.Publish(o.Publish)
-		j.noteRoster(o.Publish)
+		j.members.changes.addRoster(o.Publish)
 	}
 	for _, p := range o.Start {
 		j.startMember(p)
 	}
 	if o.Resume != nil {
 		j.o.Elastic.Resumed(o.Resume)
-		j.noteResume(o.Resume)
+		j.members.changes.addResume(o.Resume)
 	}
 	for _, n := range o.Notes {
 		j.console.note("%s", n)
@@ -167,30 +164,6 @@ func (m *membership) ranks(r *elastic.Roster) (ranks []*rank) {
 		}
 	}
 	return ranks
-}
-
-// noteRoster prints a line about the new ranks.
-func (j *job) noteRoster(r *elastic.Roster) {
-	line := fmt.Sprintf("generation %d: %d ranks", r.Generation, len(r.Members))
-	if len(r.Members) == 1 {
-		line = fmt.Sprintf("generation %d: 1 rank", r.Generation)
-	}
-	if r.Reason != "" {
-		line += ": " + r.Reason
-	}
-	j.console.note("%s", line)
-	if r.Generation > 1 {
-		j.members.changes = append(j.members.changes, fmt.Sprintf("  %s %s", time.Now().Format(clock), line))
-	}
-}
-
-// noteResume prints a line about the end of a stop, and adds it to the line about the change.
-func (j *job) noteResume(s *elastic.Resume) {
-	text := fmt.Sprintf("%.3f s", s.Stopped.Seconds())
-	j.console.note("generation %d: trains after a stop of %s", s.Generation, text)
-	if last := len(j.members.changes) - 1; last >= 0 {
-		j.members.changes[last] += "; stopped for " + text
-	}
 }
 
 // startMember starts process p when its host is ready and the process before it at the slot is gone.
@@ -238,7 +211,7 @@ func (j *job) addSlot(s elastic.Slot) *rank {
 		label = strconv.Itoa(s.Index)
 	}
 	k := &rank{number: len(j.ranks), title: title, ended: true, gone: true, exit: Exit{Host: s.Host}}
-	if err := j.makeStreams(k, label, fmt.Sprintf("%s.%d", s.Host, s.Index)); err != nil {
+	if err := k.makeStreams(j.o, j.console, label, fmt.Sprintf("%s.%d", s.Host, s.Index)); err != nil {
 		j.stopMachine()
 		j.abort(err)
 	}
@@ -367,21 +340,4 @@ func (j *job) stopMachine() {
 			j.cut(c) // it would wait for an order to begin
 		}
 	}
-}
-
-// changeReport returns a text about the last changes, or "" if there were none.
-func (j *job) changeReport() string {
-	if len(j.members.changes) == 0 {
-		return ""
-	}
-	var b strings.Builder
-	fmt.Fprintf(&b, "hvdrun: changes of the ranks: %d\n", len(j.members.changes))
-	last := j.members.changes[max(0, len(j.members.changes)-maxChangeLines):]
-	if more := len(j.members.changes) - len(last); more > 0 {
-		fmt.Fprintf(&b, "  (%d earlier ones are not shown)\n", more)
-	}
-	for _, line := range last {
-		fmt.Fprintln(&b, line)
-	}
-	return b.String()
 }

@@ -1,10 +1,7 @@
 package launch
 
 import (
-	"bytes"
 	"context"
-	"fmt"
-	"os"
 	"sync"
 	"time"
 )
@@ -89,57 +86,4 @@ func (s *surveys) looks() <-chan func(known []string) {
 		return nil
 	}
 	return s.o.Inquiry.Looks
-}
-
-// known returns a clause for each rank that says what the launcher knows about its process. It returns nil
-// if the launcher has not started the ranks itself.
-func (j *job) known() []string {
-	if j.o.Starter != "" {
-		return nil
-	}
-	ranks := j.ranks
-	if j.o.Elastic != nil {
-		ranks = j.members.ranks(j.members.roster)
-	}
-	known := make([]string, len(ranks))
-	for r, k := range ranks {
-		where := ""
-		if j.spec.several {
-			where = " on host " + k.exit.Host
-		}
-		switch e := &k.exit; {
-		case k.ended:
-			known[r] = fmt.Sprintf("%s, at %s%s", e.Describe(), e.At.Format(clock), k.restarted())
-		case e.PID == 0:
-			known[r] = "its command has not been started yet" + where
-		case !k.conn.local:
-			known[r] = fmt.Sprintf("process %d%s has not ended", e.PID, where)
-		default:
-			known[r] = fmt.Sprintf("process %d%s %s%s", e.PID, where, activity(e.PID), k.restarted())
-		}
-	}
-	return known
-}
-
-// activity returns a clause that says what a process on this host is doing according to the kernel.
-func activity(pid int) string {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	// The state follows the name, which may contain any character (proc_pid_stat(5)).
-	at := bytes.LastIndexByte(stat, ')')
-	if err != nil || at < 0 || at+2 >= len(stat) {
-		return "has just ended"
-	}
-	switch stat[at+2] {
-	case 'T':
-		return "is stopped by a signal"
-	case 't':
-		return "is stopped by a debugger"
-	case 'D':
-		return "is blocked in the kernel, on a disk or a network file system"
-	case 'Z', 'X':
-		return "has just ended"
-	case 'R':
-		return "is running"
-	}
-	return "is sleeping"
 }

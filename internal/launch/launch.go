@@ -397,7 +397,7 @@ func (j *job) makeRanks() error {
 		if j.o.Nodes != nil {
 			label, folder = k.title, strings.ReplaceAll(k.title, " ", ".")
 		}
-		if err := j.makeStreams(k, label, folder); err != nil {
+		if err := k.makeStreams(j.o, j.console, label, folder); err != nil {
 			return err
 		}
 		k.conn.streams = append(k.conn.streams, k.streams[:]...)
@@ -417,20 +417,20 @@ func (j *job) newConn(host string) *agentConn {
 
 // makeStreams makes the streams and the output files of the first process of k. label is the name of the
 // process in the prefix of its lines, and folder its folder in Options.OutputDir.
-func (j *job) makeStreams(k *rank, label, folder string) error {
+func (k *rank) makeStreams(o *Options, c *console, label, folder string) error {
 	for i, name := range [2]string{"stdout", "stderr"} {
-		s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, done: make(chan struct{})}
+		s := &stream{console: c, err: i == 1, timestamp: o.Timestamp, done: make(chan struct{})}
 		k.streams[i] = s
-		if !j.o.NoPrefix {
+		if !o.NoPrefix {
 			s.prefix = fmt.Sprintf("[%s]<%s>:", label, name)
 		}
 		if s.err {
 			s.tail = new(tail)
 		}
-		if j.o.OutputDir == "" {
+		if o.OutputDir == "" {
 			continue
 		}
-		if err := s.create(j.o.OutputDir, folder, name); err != nil {
+		if err := s.create(o.OutputDir, folder, name); err != nil {
 			return fmt.Errorf("launch: create the output files: %w", err)
 		}
 	}

@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -144,18 +143,3 @@ func (o *Options) process() string {
 }
 
 func (o *Options) processes() string { return o.process() + "s" }
-
-// left returns the names of the processes that have not ended, such as "ranks 1-3" or "server 0, worker 2".
-func (j *job) left() string {
-	var ranks []int
-	var titles []string
-	for _, k := range j.ranks {
-		if !k.gone {
-			ranks, titles = append(ranks, k.number), append(titles, k.title)
-		}
-	}
-	if j.o.Nodes != nil {
-		return strings.Join(titles, ", ")
-	}
-	return topo.FormatRanks(ranks)
-}

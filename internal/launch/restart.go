@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -239,26 +238,4 @@ func (k *rank) restarted() string {
 		return ", after a restart"
 	}
 	return fmt.Sprintf(", after %d restarts", k.restarts)
-}
-
-// restartReport returns a text about the last restarts, or "" if there were none.
-func (j *job) restartReport() string {
-	if len(j.restarts) == 0 {
-		return ""
-	}
-	var b strings.Builder
-	fmt.Fprintf(&b, "hvdrun: restarts of nodes: %d\n", len(j.restarts))
-	last := j.restarts[max(0, len(j.restarts)-maxRestartLines):]
-	if more := len(j.restarts) - len(last); more > 0 {
-		fmt.Fprintf(&b, "  (%d earlier ones are not shown)\n", more)
-	}
-	for _, r := range last {
-		where := ""
-		if j.spec.several {
-			where = " on " + r.Exit.Host
-		}
-		fmt.Fprintf(&b, "  %s at %s: %s, pid %d%s, at %s\n", j.ranks[r.Rank].title, r.At.Format(clock),
-			r.Exit.Describe(), r.Exit.PID, where, r.Exit.At.Format(clock))
-	}
-	return b.String()
 }

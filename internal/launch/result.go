@@ -5,12 +5,10 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/joblink"
-	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -166,100 +164,4 @@ func (e Exit) Describe() string {
 		return "killed by SIGKILL, which hvdrun did not send (perhaps the kernel's out-of-memory killer did)"
 	}
 	return "killed by " + unix.SignalName(e.Signal)
-}
-
-const clock = "15:04:05.000"
-
-// report returns the report of a failure, which looks similar to the report of torchrun. It returns "" if no
-// rank failed.
-func (j *job) report(res Result) string {
-	if len(res.Roots) == 0 {
-		return ""
-	}
-	var b strings.Builder
-	rule := strings.Repeat("-", 72)
-	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
-	if named(res.Verdict, res.Roots[0]) || j.o.Starter != "" && res.Verdict != nil {
-		fmt.Fprintf(&b, "Root cause (found by the surviving %s): %s\n", j.o.processes(),
-			logs.Escape(res.Verdict.Reason))
-	} else {
-		b.WriteString("Root cause (first observed failure):\n")
-	}
-	j.reportAlike(&b, res.Roots, func(r int) string {
-		return fmt.Sprintf("%s%s %q", res.Ranks[r].Describe(), j.ranks[r].restarted(),
-			j.ranks[r].streams[1].tail.lines)
-	}, func(r int) {
-		e := res.Ranks[r]
-		fmt.Fprintf(&b, "  %s: %s%s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			j.ranks[r].title, e.Describe(), j.ranks[r].restarted(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
-		lines := j.ranks[r].streams[1].tail.lines
-		if len(lines) == 0 {
-			b.WriteString("    nothing on stderr\n")
-			return
-		}
-		b.WriteString("    last lines on stderr:\n")
-		for _, l := range lines {
-			fmt.Fprintf(&b, "      %s\n", l)
-		}
-	})
-	var others []int
-	for r, e := range res.Ranks {
-		if e.Status() != 0 && !slices.Contains(res.Roots, r) {
-			others = append(others, r)
-		}
-	}
-	if len(others) > 0 {
-		b.WriteString("Other " + j.o.processes() + " that failed:\n")
-	}
-	again := func(r int) string {
-		if res.Ranks[r].Restarting {
-			return ", was to be started again"
-		}
-		return ""
-	}
-	j.reportAlike(&b, others, func(r int) string { return res.Ranks[r].Describe() + again(r) }, func(r int) {
-		e, host := res.Ranks[r], ""
-		if j.spec.several {
-			host = " on " + e.Host
-		}
-		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s%s\n", j.ranks[r].title, e.Describe(), e.PID, host,
-			e.At.Format(clock), again(r))
-	})
-	b.WriteString(rule + "\n")
-	return b.String()
-}
-
-// maxAlike is the maximum number of processes of which the report says the same, each on its own. If there
-// are more, it describes only the first of them and lists the others.
-const maxAlike = 3
-
-// reportAlike calls describe for ranks in ascending order. same returns what must be equal for two ranks to
-// be alike.
-func (j *job) reportAlike(b *strings.Builder, ranks []int, same func(r int) string, describe func(r int)) {
-	alike := make(map[string][]int)
-	for _, r := range ranks {
-		alike[same(r)] = append(alike[same(r)], r)
-	}
-	for _, r := range ranks {
-		all := alike[same(r)]
-		switch {
-		case len(all) <= maxAlike:
-			describe(r)
-		case r == all[0]:
-			describe(r)
-			fmt.Fprintf(b, "  and %d more in the same way: %s\n", len(all)-1, j.titles(all[1:]))
-		}
-	}
-}
-
-// titles returns the names of processes.
-func (j *job) titles(ranks []int) string {
-	if j.o.Nodes == nil {
-		return topo.FormatRanks(ranks)
-	}
-	var all []string
-	for _, r := range ranks {
-		all = append(all, j.ranks[r].title)
-	}
-	return strings.Join(all, ", ")
 }

@@ -493,13 +493,26 @@ func (j *job) abort(err error) {
 	}
 }
 
+// known returns a clause for each rank that says what the launcher knows about its process. It returns nil
+// if the launcher has not started the ranks itself.
+func (j *job) known() []string {
+	switch {
+	case j.o.Starter != "":
+		return nil
+	case j.o.Elastic != nil:
+		return reporter{j.spec, j.members.ranks(j.members.roster)}.processes()
+	}
+	return reporter{j.spec, j.ranks}.processes()
+}
+
 // conclude determines the result, waits until the output is written, and reports a failure. If a signal or
 // ctx has ended the job, conclude waits for the output only for a limited time. It stops waiting if ctx ends
 // or a further signal that ends the job arrives.
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
+	all := reporter{j.spec, j.ranks}
 	if j.phase == givenUp {
-		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", j.left()))
+		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", all.left()))
 		j.cutAll() // the remaining processes keep their output open, so the connections would never end
 	}
 	result := j.result()
@@ -520,14 +533,14 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		for _, c := range j.conns {
 			agents = errors.Join(agents, c.lost)
 		}
-		text := j.report(result)
+		text := all.failure(result)
 		if j.o.Inquiry != nil && (j.failed || !j.asked) {
 			text += j.o.Inquiry.Epilogue(known, result.culprits(), j.failed)
 		}
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		if text := j.restartReport() + j.changeReport(); text != "" {
+		if text := all.restarts(result.Restarts) + j.members.changes.report(); text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
 		if failed || agents != nil {
