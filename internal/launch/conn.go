@@ -17,7 +17,6 @@ import (
 	"github.com/hashicorp/yamux"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
@@ -62,42 +61,122 @@ type agentConn struct {
 	dropped     atomic.Bool // the launcher has cut the connection, because the agent has refused a rank
 
 	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
-	// mean that a rank has failed. It is valid after job.writers is done.
+	// mean that a rank has failed. It is valid after agents.writers is done.
 	lost error
 }
 
+// supervisor decides what follows from what agents say or do. The supervisor's goroutine calls its methods.
+type supervisor interface {
+	// handleReady handles that an agent is ready to start its ranks, and handleRefusal that it cannot be started
+	// or cannot start them.
+	handleReady(c *agentConn)
+	handleRefusal(c *agentConn, err error)
+	// handleReport handles the report p about the rank k.
+	handleReport(k *rank, p *report)
+	// handleLeave handles that the host of an agent is to leave an elastic job.
+	handleLeave(c *agentConn)
+	// handleLoss handles that the connection to an agent ended with err before the agent had sent everything.
+	// heard is when the launcher last received something from the agent.
+	handleLoss(c *agentConn, err error, heard time.Time)
+}
+
+// inbox passes functions to the supervisor's goroutine.
+type inbox struct {
+	calls chan func()
+	done  chan struct{} // closed when the supervision has ended
+}
+
+// post makes the supervisor's goroutine call f. If the supervision has ended, post returns false, and f is not
+// called.
+func (b *inbox) post(f func()) bool {
+	select {
+	case b.calls <- f:
+		return true
+	case <-b.done:
+		return false
+	}
+}
+
+// agents starts the agents of the hosts and has the connections to them. Its fields belong to the supervisor's
+// goroutine unless noted otherwise. Goroutines that serve connections post to inbox what supervisor is to know.
+type agents struct {
+	spec       *spec
+	console    *console
+	inbox      *inbox
+	supervisor supervisor
+
+	conns []*agentConn
+	open  int // number of hosts with processes of ranks: elements of conns whose over is not set
+
+	family      family         // has a lock of its own
+	commands    []*batch       // the commands that reach agents
+	commandErrs sync.WaitGroup // goroutines that read the commands' standard error
+	dropped     atomic.Bool    // set by cutAll: from then on errors of agents do not matter
+	writers     sync.WaitGroup // goroutines for connections and for streams
+}
+
+// add adds a connection to a host, whose agent connect is to start.
+func (a *agents) add(host string) *agentConn {
+	c := &agentConn{host: host, local: IsThisHost(host), orders: make(chan order, maxOrders),
+		closed: make(chan struct{})}
+	if !c.local {
+		c.liveness = a.spec.o.Liveness
+	}
+	a.conns = append(a.conns, c)
+	a.open++
+	return c
+}
+
+// to returns the connection to the agent of a host. It starts the agent if there is none.
+func (a *agents) to(host string) *agentConn {
+	if i := slices.IndexFunc(a.conns, func(c *agentConn) bool { return c.host == host && !c.over }); i >= 0 {
+		return a.conns[i]
+	}
+	c := a.add(host)
+	a.connect([]*agentConn{c})
+	return c
+}
+
+// setOver records that no process of the ranks is left on the host of c.
+func (a *agents) setOver(c *agentConn) {
+	if !c.over {
+		c.over = true
+		a.open--
+	}
+}
+
 // connect starts the agents of hosts, and for each agent a goroutine that serves the connection to it.
-func (j *job) connect(conns []*agentConn) {
+func (a *agents) connect(conns []*agentConn) {
 	commands := newBatch()
-	jobs, err := j.hostJobs(conns)
+	jobs, err := a.hostJobs(conns)
 	if err == nil {
-		err = j.family.adopt()
+		err = a.family.adopt()
 	}
 	for i, c := range conns {
 		if err == nil {
 			c.orders <- order{Job: &jobs[i]}
-			err = j.startAgent(commands, c)
+			err = a.startAgent(commands, c)
 		}
 		switch {
-		case err != nil && j.o.Elastic != nil:
+		case err != nil && a.spec.o.Elastic != nil:
 			c.close()
-			j.writers.Go(func() { j.post(func() { j.loseAgent(c, err) }) })
+			a.writers.Go(func() { a.inbox.post(func() { a.supervisor.handleRefusal(c, err) }) })
 			continue
 		case err != nil:
-			j.abort(err)
-			j.setOver(c)
+			a.supervisor.handleRefusal(c, err)
+			a.setOver(c)
 			c.close()
 			continue
 		}
-		j.writers.Go(func() { j.serveAgent(c) })
+		a.writers.Go(func() { a.serveAgent(c) })
 	}
-	j.family.complete(commands)
-	j.commands = append(j.commands, commands)
+	a.family.complete(commands)
+	a.commands = append(a.commands, commands)
 }
 
 // startAgent starts the agent for c.host. The agent is a goroutine in this process, or the command that runs
 // an agent on another host.
-func (j *job) startAgent(commands *batch, c *agentConn) error {
+func (a *agents) startAgent(commands *batch, c *agentConn) error {
 	c.ended, c.silent = make(chan struct{}), make(chan struct{})
 	if c.local {
 		mine, theirs := net.Pipe()
@@ -106,23 +185,23 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 			defer close(c.ended)
 			// serveLauncher fails only if the launcher has closed the link, and then the launcher knows the
 			// reason.
-			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family, nil)
+			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, a.spec.o.Env, &a.family, nil)
 		}()
 		return nil
 	}
-	argv := j.o.Reach(c.host, []string{j.o.AgentPath, AgentArg, j.o.Liveness.String()})
-	path, err := lookPath(argv[0], j.o.Env)
+	argv := a.spec.o.Reach(c.host, []string{a.spec.o.AgentPath, AgentArg, a.spec.o.Liveness.String()})
+	path, err := lookPath(argv[0], a.spec.o.Env)
 	if err != nil {
 		return &HostError{c.host, fmt.Errorf("%s: %w", argv[0], err)}
 	}
-	j.console.verbosef("host %s: %s", c.host, strings.Join(argv, " "))
+	a.console.verbosef("host %s: %s", c.host, strings.Join(argv, " "))
 	var mine []*os.File
 	c.command = argv[0]
-	c.pid, err = j.family.start(commands, func() (pid int, err error) {
-		mine, pid, err = startWithPipes(path, argv, j.o.Env, nil, []bool{false, true, true})
+	c.pid, err = a.family.start(commands, func() (pid int, err error) {
+		mine, pid, err = startWithPipes(path, argv, a.spec.o.Env, nil, []bool{false, true, true})
 		return pid, err
 	}, func(status unix.WaitStatus) {
-		j.family.killOrphans(status)
+		a.family.killOrphans(status)
 		c.status = status
 		c.stderr.in.(*pipeSource).finish()
 		// A process outside the job may keep the other end of the link open, so that reading would never end.
@@ -134,10 +213,10 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	}
 	c.link = &link{in: mine[1], out: mine[0]}
 	c.stderr = &stream{
-		in: &pipeSource{file: mine[2]}, console: j.console, err: true, timestamp: j.o.Timestamp,
+		in: &pipeSource{file: mine[2]}, console: a.console, err: true, timestamp: a.spec.o.Timestamp,
 		prefix: "hvdrun: host " + c.host + ": ", tail: new(tail), done: make(chan struct{}),
 	}
-	j.commandErrs.Go(func() {
+	a.commandErrs.Go(func() {
 		defer close(c.silent)
 		c.stderr.run()
 	})
@@ -145,20 +224,20 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 }
 
 // hostJobs returns for each of the hosts the job that is sent to its agent in the first order.
-func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
-	travelling := slices.DeleteFunc(slices.Clone(j.spec.env), func(v string) bool {
-		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
+func (a *agents) hostJobs(conns []*agentConn) ([]hostJob, error) {
+	travelling := slices.DeleteFunc(slices.Clone(a.spec.env), func(v string) bool {
+		return IsOfHost(nameOf(v)) && !has(a.spec.o.Set, nameOf(v))
 	})
-	routes := j.routes(conns)
+	routes := a.routes(conns)
 	jobs := make([]hostJob, len(conns))
 	for i, c := range conns {
-		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
-			Scheduler: j.o.Nodes != nil && j.spec.several,
-			BindTo:    j.o.BindTo,
-			Restarts:  j.o.Nodes != nil && j.o.Nodes.Restarts > 0 || j.o.Elastic != nil,
-			Elastic:   j.o.Elastic != nil}
-		if j.o.Starter != "" {
-			jobs[i].Grace = j.o.Grace
+		jobs[i] = hostJob{Command: a.spec.o.Command, Env: travelling, Secret: words{a.spec.o.Secret},
+			Scheduler: a.spec.o.Nodes != nil && a.spec.several,
+			BindTo:    a.spec.o.BindTo,
+			Restarts:  a.spec.o.Nodes != nil && a.spec.o.Nodes.Restarts > 0 || a.spec.o.Elastic != nil,
+			Elastic:   a.spec.o.Elastic != nil}
+		if a.spec.o.Starter != "" {
+			jobs[i].Grace = a.spec.o.Grace
 		}
 		if !c.local {
 			dir, err := os.Getwd()
@@ -168,19 +247,19 @@ func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
 			jobs[i].Dir = words{dir}
 		}
 		for _, k := range c.ranks {
-			vars := slices.Concat(j.spec.torchVariables(j.spec.places[k.number]), j.spec.processVariables(k.number))
-			if !j.spec.several {
-				vars = append(vars, storeVariables(j.o.StoreAddrs[0])...)
+			vars := slices.Concat(a.spec.torchVariables(a.spec.places[k.number]), a.spec.processVariables(k.number))
+			if !a.spec.several {
+				vars = append(vars, storeVariables(a.spec.o.StoreAddrs[0])...)
 			}
 			jobs[i].Ranks = append(jobs[i].Ranks, vars)
 		}
-		for _, a := range j.o.StoreAddrs {
+		for _, addr := range a.spec.o.StoreAddrs {
 			switch {
-			case !j.spec.several:
-			case a.Addr() == routes[i]:
-				jobs[i].Stores = slices.Insert(jobs[i].Stores, 0, a.String())
+			case !a.spec.several:
+			case addr.Addr() == routes[i]:
+				jobs[i].Stores = slices.Insert(jobs[i].Stores, 0, addr.String())
 			default:
-				jobs[i].Stores = append(jobs[i].Stores, a.String())
+				jobs[i].Stores = append(jobs[i].Stores, addr.String())
 			}
 		}
 	}
@@ -191,7 +270,7 @@ func (j *job) hostJobs(conns []*agentConn) ([]hostJob, error) {
 // If the address is not known, the entry is invalid, for instance because the name is an alias that only ssh
 // understands. The entry of this host itself is the first of the addresses found that is also an address of
 // the store, because this host must reach the store at the same address as the other hosts.
-func (j *job) routes(conns []*agentConn) []netip.Addr {
+func (a *agents) routes(conns []*agentConn) []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
 	defer cancel()
 	found := make([]netip.Addr, len(conns))
@@ -215,8 +294,8 @@ func (j *job) routes(conns []*agentConn) []netip.Addr {
 		})
 	}
 	searches.Wait()
-	first := slices.IndexFunc(found, func(a netip.Addr) bool {
-		return slices.ContainsFunc(j.o.StoreAddrs, func(s netip.AddrPort) bool { return s.Addr() == a })
+	first := slices.IndexFunc(found, func(f netip.Addr) bool {
+		return slices.ContainsFunc(a.spec.o.StoreAddrs, func(s netip.AddrPort) bool { return s.Addr() == f })
 	})
 	for i, c := range conns {
 		if first >= 0 && c.local {
@@ -227,10 +306,10 @@ func (j *job) routes(conns []*agentConn) []netip.Addr {
 }
 
 // serveAgent handles the notices from an agent until the connection ends.
-func (j *job) serveAgent(c *agentConn) {
-	err := j.runSession(c)
+func (a *agents) serveAgent(c *agentConn) {
+	err := a.runSession(c)
 	if err != nil {
-		err = j.explain(c, err)
+		err = a.explain(c, err)
 	}
 	heard := time.Now()
 	if at := c.link.heard.Load(); at != 0 {
@@ -239,16 +318,16 @@ func (j *job) serveAgent(c *agentConn) {
 	c.close()
 	if err != nil {
 		// If the supervision has ended, all ranks have ended too, so only output can have been lost.
-		if !j.post(func() { j.handleLoss(c, err, heard) }) {
-			c.cutShort(j, err)
+		if !a.inbox.post(func() { a.supervisor.handleLoss(c, err, heard) }) {
+			c.cutShort(a, err)
 		}
 	}
 }
 
 // cutShort records that output may be missing. It does nothing if the launcher itself has ended the
 // connection.
-func (c *agentConn) cutShort(j *job, err error) {
-	if !j.dropped.Load() && !c.dropped.Load() {
+func (c *agentConn) cutShort(a *agents, err error) {
+	if !a.dropped.Load() && !c.dropped.Load() {
 		c.lost = fmt.Errorf("launch: host %s: the last output was lost: %w", c.host, err)
 	}
 }
@@ -269,7 +348,7 @@ func (c *agentConn) close() {
 }
 
 // runSession opens the session with an agent and handles its notices. It returns nil after the notice Bye.
-func (j *job) runSession(c *agentConn) error {
+func (a *agents) runSession(c *agentConn) error {
 	if err := readHello(c.link); err != nil {
 		return err
 	}
@@ -279,25 +358,25 @@ func (j *job) runSession(c *agentConn) error {
 		return err
 	}
 	defer s.Close()
-	if err := j.openStreams(c, s); err != nil {
+	if err := a.openStreams(c, s); err != nil {
 		return s.reason(err)
 	}
 	return nil
 }
 
-func (j *job) openStreams(c *agentConn, session *session) error {
+func (a *agents) openStreams(c *agentConn, session *session) error {
 	control, err := session.OpenStream()
 	if err != nil {
 		return err
 	}
 	c.serving = true
-	j.writers.Go(func() {
+	a.writers.Go(func() {
 		defer close(c.closed)
 		for {
 			select {
 			case o := <-c.orders:
 				// Errors are ignored, because handleNotices reports a broken connection.
-				if j.openAll(session, o.streams) != nil {
+				if a.openAll(session, o.streams) != nil {
 					session.Close()
 					return
 				}
@@ -307,14 +386,14 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 			}
 		}
 	})
-	if err := j.openAll(session, c.streams); err != nil {
+	if err := a.openAll(session, c.streams); err != nil {
 		return err
 	}
-	return j.handleNotices(c, control)
+	return a.handleNotices(c, control)
 }
 
 // openAll opens the streams for the output of ranks, and starts to copy it.
-func (j *job) openAll(session *session, streams []*stream) error {
+func (a *agents) openAll(session *session, streams []*stream) error {
 	for _, s := range streams {
 		in, err := session.OpenStream()
 		if err != nil {
@@ -322,14 +401,14 @@ func (j *job) openAll(session *session, streams []*stream) error {
 		}
 		s.in = in
 		s.opened.Store(true)
-		j.writers.Go(s.run)
+		a.writers.Go(s.run)
 	}
 	return nil
 }
 
 // handleNotices passes the notices from an agent to the supervisor. It returns nil when it receives Bye. It
 // returns an error if Bye arrives before Over.
-func (j *job) handleNotices(c *agentConn, control io.Reader) error {
+func (a *agents) handleNotices(c *agentConn, control io.Reader) error {
 	over := false
 	for {
 		var n notice
@@ -338,11 +417,11 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 		}
 		switch {
 		case n.Ready:
-			j.post(func() { j.handleReady(c) })
+			a.inbox.post(func() { a.supervisor.handleReady(c) })
 		case n.Refused != nil:
-			err := n.Refused.error(j, c)
-			j.post(func() { j.refused(c, err) })
-		case n.Report != nil && j.o.Elastic == nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
+			err := n.Refused.error(a.spec.several, c)
+			a.inbox.post(func() { a.supervisor.handleRefusal(c, err) })
+		case n.Report != nil && a.spec.o.Elastic == nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
 			return fmt.Errorf("malformed notice from the agent: got rank index %d, want less than %d",
 				n.Rank, len(c.ranks))
 		case n.Report != nil:
@@ -350,21 +429,17 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 				// Use the clock of this host, because the clock of the agent's host may differ.
 				n.Report.At = time.Now().UnixNano()
 			}
-			j.post(func() {
+			a.inbox.post(func() {
 				// In an elastic job, only the supervisor may read c.ranks.
 				if n.Rank >= 0 && n.Rank < len(c.ranks) && c.ranks[n.Rank].conn == c {
-					j.handleReport(c.ranks[n.Rank], n.Report)
+					a.supervisor.handleReport(c.ranks[n.Rank], n.Report)
 				}
 			})
 		case n.Leave:
-			j.post(func() {
-				j.tell(func(m *elastic.Machine, now time.Time) elastic.Output {
-					return m.LeaveHost(now, c.host, "SIGTERM to the agent on its host")
-				})
-			})
+			a.inbox.post(func() { a.supervisor.handleLeave(c) })
 		case n.Over:
 			over = true
-			j.post(func() { j.setOver(c) })
+			a.inbox.post(func() { a.setOver(c) })
 		case n.Bye && !over:
 			return errors.New("the agent sent Bye before its ranks had ended")
 		case n.Bye:
@@ -374,11 +449,11 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 }
 
 // error converts a refusal into the error that Run returns: a *CommandError or a *HostError.
-func (r *refusal) error(j *job, c *agentConn) error {
+func (r *refusal) error(several bool, c *agentConn) error {
 	text := logs.Plain(r.Text)
 	if r.Status != 0 {
 		err := &CommandError{Command: r.Command, Status: r.Status & 0xff, Err: errors.New(text)}
-		if j.spec.several {
+		if several {
 			err.Host = c.host
 		}
 		return err
@@ -389,9 +464,9 @@ func (r *refusal) error(j *job, c *agentConn) error {
 // explain returns an error that says why an agent ended without sending Bye. If err says more than that the
 // connection ended, explain returns err. Otherwise the error contains the exit status of the command and the
 // last line of its standard error. If the command has not ended after endWait, explain kills it.
-func (j *job) explain(c *agentConn, err error) error {
+func (a *agents) explain(c *agentConn, err error) error {
 	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
-		j.cut(c)
+		a.cut(c)
 		return err
 	}
 	timer := time.NewTimer(endWait)
@@ -400,7 +475,7 @@ func (j *job) explain(c *agentConn, err error) error {
 		select {
 		case <-over:
 		case <-timer.C:
-			j.cut(c)
+			a.cut(c)
 			return fmt.Errorf("the agent closed its output, but %s is still running", c.command)
 		}
 	}
@@ -420,64 +495,82 @@ func (j *job) explain(c *agentConn, err error) error {
 	if !c.greeted && (c.status.ExitStatus() == statusNotFound ||
 		c.status.ExitStatus() == statusNotExecutable) {
 		return fmt.Errorf("found no hvdrun at %s on that host: give its path with --remote-hvdrun (%s)",
-			j.o.AgentPath, how)
+			a.spec.o.AgentPath, how)
 	}
 	return errors.New(how)
 }
 
 // cut ends an agent. If the agent is in this process, cut closes the link to it. Otherwise cut kills the
 // command that reaches the agent. The processes that the command leaves behind are killed as orphans.
-func (j *job) cut(c *agentConn) {
+func (a *agents) cut(c *agentConn) {
 	switch {
 	case c.link == nil: // the agent was not started
 	case c.local:
 		c.link.Close()
 	default:
-		j.family.kill(c.pid)
+		a.family.kill(c.pid)
 	}
 }
 
 // cutAll cuts the connections to all agents.
-func (j *job) cutAll() {
-	j.dropped.Store(true)
-	for _, c := range j.conns {
-		j.cut(c)
+func (a *agents) cutAll() {
+	a.dropped.Store(true)
+	for _, c := range a.conns {
+		a.cut(c)
 	}
 }
 
 // awaitAgents waits until all agents, and the commands that reach them, have ended. They end when they have
 // sent everything. When timeout has passed, awaitAgents kills the ones that are left and waits for the same
 // time again. If some are still left then, it returns an error.
-func (j *job) awaitAgents(timeout time.Duration) error {
+func (a *agents) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
 	go func() {
 		defer close(all)
-		for _, b := range j.commands {
+		for _, b := range a.commands {
 			<-b.gone
 		}
-		for _, c := range j.conns {
+		for _, c := range a.conns {
 			if c.local && c.link != nil {
 				<-c.ended
 			}
 		}
-		j.family.reaper.Wait()
+		a.family.reaper.Wait()
 	}()
 	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	for range 2 {
 		select {
 		case <-all:
-			j.commandErrs.Wait()
-			return j.family.err
+			a.commandErrs.Wait()
+			return a.family.err
 		case <-timer.C:
-			j.cutAll()
+			a.cutAll()
 			timer.Reset(timeout)
 		}
 	}
-	for _, c := range j.conns {
+	for _, c := range a.conns {
 		if c.link != nil {
 			c.link.Close()
 		}
 	}
 	return errors.New("launch: the commands that reach other hosts, such as ssh, are still alive after SIGKILL")
+}
+
+// sendAll queues o for all agents.
+func (a *agents) sendAll(o order) {
+	for _, c := range a.conns {
+		if !c.over {
+			a.send(c, o)
+		}
+	}
+}
+
+// send queues o for an agent. It does not block: if the queue of the agent is full, the agent is killed.
+func (a *agents) send(c *agentConn, o order) {
+	select {
+	case c.orders <- o:
+	default:
+		a.cut(c) // the agent does not read its orders
+	}
 }

@@ -47,8 +47,7 @@ type membership struct {
 func (j *job) beginElastic() {
 	e := j.o.Elastic
 	j.begun, j.phase = true, running
-	j.open++ // until the machine has ended
-	if err := j.family.adopt(); err != nil {
+	if err := j.agents.family.adopt(); err != nil {
 		j.stopMachine()
 		j.abort(err)
 		return
@@ -63,8 +62,8 @@ func (j *job) beginElastic() {
 	ctx := j.supervision
 	j.watchers.Go(func() {
 		for first := true; ; first = false {
-			hosts, err := e.Discovery.run(ctx, &j.family, j.o.Env)
-			if ctx.Err() != nil || !j.post(func() { j.handleDiscovery(hosts, err, first) }) {
+			hosts, err := e.Discovery.run(ctx, &j.agents.family, j.o.Env)
+			if ctx.Err() != nil || !j.inbox.post(func() { j.handleDiscovery(hosts, err, first) }) {
 				return
 			}
 			select {
@@ -172,7 +171,7 @@ func (j *job) startMember(p elastic.Member) {
 	if k == nil {
 		k = j.addSlot(p.Slot)
 	}
-	k.conn = j.connTo(p.Host)
+	k.conn = j.agents.to(p.Host)
 	k.member, k.waits = p, true
 	j.startWaiting(k)
 }
@@ -200,7 +199,7 @@ func (j *job) startWaiting(k *rank) {
 	if !j.spec.several {
 		env = append(env, storeVariables(j.o.StoreAddrs[0])...)
 	}
-	j.orderTo(k.conn, order{Start: &index, Env: env, streams: k.streams[:]})
+	j.agents.send(k.conn, order{Start: &index, Env: env, streams: k.streams[:]})
 }
 
 // addSlot makes the state of a slot at which no process was started before.
@@ -220,21 +219,19 @@ func (j *job) addSlot(s elastic.Slot) *rank {
 	return k
 }
 
-// connTo returns the connection to the agent of a host. It starts the agent if there is none.
-func (j *job) connTo(host string) *agentConn {
-	if i := slices.IndexFunc(j.conns, func(c *agentConn) bool { return c.host == host && !c.over }); i >= 0 {
-		return j.conns[i]
-	}
-	c := j.newConn(host)
-	j.conns = append(j.conns, c)
-	j.open++
-	j.connect([]*agentConn{c})
-	return c
+// awaitsHosts reports whether the machine of an elastic job may still start processes.
+func (j *job) awaitsHosts() bool { return j.o.Elastic != nil && !j.members.over }
+
+// handleLeave takes the ranks on the host of c out of the job.
+func (j *job) handleLeave(c *agentConn) {
+	j.tell(func(m *elastic.Machine, now time.Time) elastic.Output {
+		return m.LeaveHost(now, c.host, "SIGTERM to the agent on its host")
+	})
 }
 
 // handleElasticReady begins to start processes on the host of c.
 func (j *job) handleElasticReady(c *agentConn) {
-	j.orderTo(c, order{Begin: true})
+	j.agents.send(c, order{Begin: true})
 	for _, k := range j.ranks {
 		if k.conn == c {
 			j.startWaiting(k)
@@ -250,7 +247,7 @@ func (j *job) loseAgent(c *agentConn, err error) {
 		if c.ready {
 			// The agent waits for orders, and gets none any more.
 			c.dropped.Store(true)
-			j.cut(c)
+			j.agents.cut(c)
 		}
 		return
 	}
@@ -270,7 +267,7 @@ func (j *job) killMember(p elastic.Member) {
 		})
 	default:
 		index := slices.Index(k.conn.ranks, k)
-		j.orderTo(k.conn, order{Kill: &index})
+		j.agents.send(k.conn, order{Kill: &index})
 	}
 }
 
@@ -331,13 +328,12 @@ func (j *job) stopMachine() {
 	if j.members.machine != nil {
 		j.members.machine.Stop()
 	}
-	j.open--
 	for _, k := range j.ranks {
 		k.waits = false
 	}
-	for _, c := range j.conns {
+	for _, c := range j.agents.conns {
 		if !c.ready && !c.over {
-			j.cut(c) // it would wait for an order to begin
+			j.agents.cut(c) // it would wait for an order to begin
 		}
 	}
 }

@@ -380,11 +380,10 @@ func (s *stream) create(dir, folder, name string) error {
 // hosts.
 func (j *job) makeRanks() error {
 	for _, h := range j.o.Hosts[:j.spec.hosts] {
-		j.conns = append(j.conns, j.newConn(h.Name))
+		j.agents.add(h.Name)
 	}
-	j.waiting, j.open = j.spec.hosts, j.spec.hosts
 	for r, p := range j.spec.places {
-		k := &rank{number: r, title: fmt.Sprintf("rank %d", r), conn: j.conns[p.Host],
+		k := &rank{number: r, title: fmt.Sprintf("rank %d", r), conn: j.agents.conns[p.Host],
 			exit: Exit{Host: j.o.Hosts[p.Host].Name}}
 		switch {
 		case j.o.Nodes != nil:
@@ -403,16 +402,6 @@ func (j *job) makeRanks() error {
 		k.conn.streams = append(k.conn.streams, k.streams[:]...)
 	}
 	return nil
-}
-
-// newConn makes the state of the connection to a host.
-func (j *job) newConn(host string) *agentConn {
-	c := &agentConn{host: host, local: IsThisHost(host), orders: make(chan order, maxOrders),
-		closed: make(chan struct{})}
-	if !c.local {
-		c.liveness = j.o.Liveness
-	}
-	return c
 }
 
 // makeStreams makes the streams and the output files of the first process of k. label is the name of the

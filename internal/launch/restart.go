@@ -50,7 +50,7 @@ func (j *job) watchHung() {
 	j.watchers.Go(func() {
 		for {
 			ranks, v := j.o.Hung(ctx)
-			if ranks == nil || !j.post(func() { j.handleHung(ranks, v) }) {
+			if ranks == nil || !j.inbox.post(func() { j.handleHung(ranks, v) }) {
 				return
 			}
 		}
@@ -71,7 +71,7 @@ func (j *job) handleHung(ranks []int, v joblink.Verdict) {
 			k.hung, k.killed = why, time.Now()
 			j.console.note("%s: %s; killing it", k.title, k.hung)
 			index := slices.Index(k.conn.ranks, k)
-			j.orderTo(k.conn, order{Kill: &index})
+			j.agents.send(k.conn, order{Kill: &index})
 		default:
 			if !k.ended {
 				k.hung = why
@@ -179,7 +179,7 @@ func (j *job) restart(k *rank) {
 	}
 	k.streams = streams
 	index := slices.Index(k.conn.ranks, k)
-	j.orderTo(k.conn, order{Start: &index, streams: streams[:]})
+	j.agents.send(k.conn, order{Start: &index, streams: streams[:]})
 }
 
 // next returns the stream of the process that follows the one of s. It waits until s has ended, and continues

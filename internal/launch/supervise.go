@@ -5,9 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -35,24 +35,15 @@ type job struct {
 	o    *Options
 	spec *spec
 
-	ranks   []*rank
-	conns   []*agentConn // connection to each host
-	waiting int          // number of agents that are not ready yet
-	open    int          // number of hosts with processes of ranks: elements of conns whose over is not set
-	begun   bool         // ranks were started
+	ranks []*rank
+	begun bool // ranks were started
 
 	restarts []Restart
 	members  membership
 
-	family      family
-	commands    []*batch       // the commands that reach agents
-	commandErrs sync.WaitGroup // goroutines that read the commands' standard error
-	dropped     atomic.Bool    // set by cutAll: from then on errors of agents do not matter
-
+	agents  agents
+	inbox   inbox
 	console *console
-	events  chan func()    // the method supervise calls these functions
-	done    chan struct{}  // closed when supervise has returned
-	writers sync.WaitGroup // goroutines for connections to agents and for streams
 
 	phase    phase
 	deadline time.Time // end of the phase; phase running has no deadline
@@ -74,9 +65,10 @@ type job struct {
 }
 
 func newJob(s *spec) *job {
-	j := &job{o: s.o, spec: s, events: make(chan func()), done: make(chan struct{}),
-		console: newConsole(s.o.Stdout, s.o.Stderr)}
+	j := &job{o: s.o, spec: s, console: newConsole(s.o.Stdout, s.o.Stderr),
+		inbox: inbox{calls: make(chan func()), done: make(chan struct{})}}
 	j.console.verbose = s.o.Verbose
+	j.agents = agents{spec: s, console: j.console, inbox: &j.inbox, supervisor: j}
 	j.surveys = surveys{o: s.o, console: j.console, known: j.known, asked: make(chan struct{}, 1)}
 	return j
 }
@@ -84,7 +76,7 @@ func newJob(s *spec) *job {
 // run starts the job on its hosts, supervises it and returns its result.
 func (j *job) run(ctx context.Context) (Result, error) {
 	if err := j.makeRanks(); err != nil {
-		for _, c := range j.conns {
+		for _, c := range j.agents.conns {
 			c.close()
 		}
 		j.console.close()
@@ -92,7 +84,7 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	}
 	j.enter(preparing, j.o.Start)
 	if j.o.Elastic == nil {
-		j.connect(j.conns)
+		j.agents.connect(j.agents.conns)
 	}
 	j.supervise(ctx)
 	result, err := j.conclude(ctx)
@@ -102,21 +94,10 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	return result, err
 }
 
-// post makes the supervisor's goroutine call f. If supervise has returned, post returns false, and f is not
-// called.
-func (j *job) post(f func()) bool {
-	select {
-	case j.events <- f:
-		return true
-	case <-j.done:
-		return false
-	}
-}
-
 // supervise handles events until no process of the ranks is left on any host, or until it gives up because
 // processes cannot be killed.
 func (j *job) supervise(ctx context.Context) {
-	defer close(j.done)
+	defer close(j.inbox.done)
 	var end context.CancelFunc
 	j.supervision, end = context.WithCancel(ctx)
 	defer end()
@@ -128,7 +109,7 @@ func (j *job) supervise(ctx context.Context) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
-	for j.open > 0 && j.phase != givenUp {
+	for (j.agents.open > 0 || j.awaitsHosts()) && j.phase != givenUp {
 		var expired <-chan time.Time
 		at := j.deadline
 		if j.phase == running {
@@ -142,7 +123,7 @@ func (j *job) supervise(ctx context.Context) {
 			expired = timer.C
 		}
 		select {
-		case f := <-j.events:
+		case f := <-j.inbox.calls:
 			f()
 		case f := <-j.memberEvents():
 			j.tell(f)
@@ -218,20 +199,19 @@ func (j *job) handleReady(c *agentConn) {
 		return
 	}
 	c.ready = true
-	j.waiting--
 	j.console.verbosef("host %s: ready", c.host)
 	if j.o.Elastic != nil {
 		j.handleElasticReady(c)
 		return
 	}
-	if j.waiting == 0 && j.phase == preparing {
+	if j.phase == preparing && !slices.ContainsFunc(j.agents.conns, func(c *agentConn) bool { return !c.ready }) {
 		j.begun, j.phase = true, running
-		j.order(order{Begin: true})
+		j.agents.sendAll(order{Begin: true})
 	}
 }
 
-// refused handles that the agent of c cannot start its ranks.
-func (j *job) refused(c *agentConn, err error) {
+// handleRefusal handles that the agent of c cannot start its ranks.
+func (j *job) handleRefusal(c *agentConn, err error) {
 	if j.o.Elastic == nil {
 		j.abort(err)
 		return
@@ -262,19 +242,11 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	case j.o.Elastic != nil && !j.members.over:
 		j.console.note("lost host %s, which had no rank any more: %v", c.host, err)
 	default:
-		c.cutShort(j, err)
+		c.cutShort(&j.agents, err)
 	}
-	j.setOver(c)
+	j.agents.setOver(c)
 	if len(lost) > 0 {
 		j.consider(lost...)
-	}
-}
-
-// setOver records that no process of the ranks is left on the host of c.
-func (j *job) setOver(c *agentConn) {
-	if !c.over {
-		c.over = true
-		j.open--
 	}
 }
 
@@ -408,7 +380,7 @@ func (j *job) expire() {
 		j.tell((*elastic.Machine).Tick)
 	case preparing:
 		var late []string
-		for _, c := range j.conns {
+		for _, c := range j.agents.conns {
 			if !c.ready {
 				late = append(late, c.host)
 			}
@@ -422,7 +394,7 @@ func (j *job) expire() {
 		j.kill()
 	case killing:
 		j.enter(forcing, j.o.Kill)
-		j.order(order{Force: true})
+		j.agents.sendAll(order{Force: true})
 	case forcing:
 		j.phase = givenUp
 	}
@@ -450,7 +422,7 @@ func (j *job) end(s syscall.Signal) {
 
 func (j *job) kill() {
 	if !j.begun {
-		j.cutAll() // there are only agents, because no rank was started
+		j.agents.cutAll() // there are only agents, because no rank was started
 	}
 	j.stopMachine()
 	j.cancelRestarts()
@@ -461,25 +433,7 @@ func (j *job) kill() {
 // send sends s to the process groups of the ranks if the ranks were started.
 func (j *job) send(s syscall.Signal) {
 	if j.begun {
-		j.order(order{Signal: s})
-	}
-}
-
-// order queues o for all agents.
-func (j *job) order(o order) {
-	for _, c := range j.conns {
-		if !c.over {
-			j.orderTo(c, o)
-		}
-	}
-}
-
-// orderTo queues o for an agent. It does not block: if the queue of the agent is full, the agent is killed.
-func (j *job) orderTo(c *agentConn, o order) {
-	select {
-	case c.orders <- o:
-	default:
-		j.cut(c) // the agent does not read its orders
+		j.agents.sendAll(order{Signal: s})
 	}
 }
 
@@ -513,7 +467,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	all := reporter{j.spec, j.ranks}
 	if j.phase == givenUp {
 		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", all.left()))
-		j.cutAll() // the remaining processes keep their output open, so the connections would never end
+		j.agents.cutAll() // the remaining processes keep their output open, so the connections would never end
 	}
 	result := j.result()
 	if j.cause != nil {
@@ -526,11 +480,11 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	var agents error // error of awaitAgents; valid after written is closed
 	go func() {
 		defer close(written)
-		j.writers.Wait()
+		j.agents.writers.Wait()
 		j.watchers.Wait()
 		j.surveys.working.Wait() // its text would be lost after the end of the console
-		agents = j.awaitAgents(j.o.Kill)
-		for _, c := range j.conns {
+		agents = j.agents.awaitAgents(j.o.Kill)
+		for _, c := range j.agents.conns {
 			agents = errors.Join(agents, c.lost)
 		}
 		text := all.failure(result)
@@ -582,8 +536,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		case <-timeout:
 		}
 		j.console.abandon()
-		j.cutAll()
-		errs = append(errs, j.awaitAgents(j.o.Kill))
+		j.agents.cutAll()
+		errs = append(errs, j.agents.awaitAgents(j.o.Kill))
 		return result, errors.Join(
 			append(errs, errors.New(
 				"launch: output was lost, because standard output or standard error was not read"))...)

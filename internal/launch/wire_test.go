@@ -80,18 +80,18 @@ func FuzzNotices(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
 		j := newJob(&spec{o: &Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, several: true})
-		j.phase, j.begun, j.open = running, true, 1
+		j.phase, j.begun, j.agents.open = running, true, 1
 		c := &agentConn{host: "h", orders: make(chan order, maxOrders)}
 		for r := range 2 {
 			c.ranks = append(c.ranks, &rank{number: r, conn: c})
 		}
-		j.ranks, j.conns = c.ranks, []*agentConn{c}
+		j.ranks, j.agents.conns = c.ranks, []*agentConn{c}
 		heard := make(chan error, 1)
 		go func() {
-			defer close(j.done)
+			defer close(j.inbox.done)
 			for {
 				select {
-				case f := <-j.events:
+				case f := <-j.inbox.calls:
 					f()
 				case err := <-heard:
 					heard <- err
@@ -99,13 +99,13 @@ func FuzzNotices(f *testing.F) {
 				}
 			}
 		}()
-		heard <- j.handleNotices(c, bytes.NewReader(text))
-		<-j.done
+		heard <- j.agents.handleNotices(c, bytes.NewReader(text))
+		<-j.inbox.done
 		if err := <-heard; err != nil {
 			j.handleLoss(c, err, time.Now())
 		}
-		if j.open != 0 {
-			t.Errorf("%d hosts are open after the end of the connection", j.open)
+		if j.agents.open != 0 {
+			t.Errorf("%d hosts are open after the end of the connection", j.agents.open)
 		}
 		j.console.close()
 	})
