@@ -640,6 +640,6 @@ func (m *Message) Intact() error {
 	}
 	l := m.link
 	err := errors.New("its connection has ended")
-	l.van.blame(l.process, err)
+	l.van.blames.blame(l.process, err)
 	return &NodeError{l.peer, err}
 }

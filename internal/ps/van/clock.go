@@ -21,7 +21,7 @@ type tick struct {
 
 // clock handles the message of a worker that it has ended an iteration.
 func (s *scheduler) clock(l *link, h *pspb.Header) {
-	id := s.van.nodeOf(l.peer, h.CustomerId)
+	id := s.van.members.nodeOf(l.peer, h.CustomerId)
 	t := tick{entry{l, h.CustomerId, h.Control.Barrier}, id, h.Control.Clock - int64(s.van.cfg.Staleness)}
 	if RoleOf(id) != Worker || s.van.cfg.Staleness < 0 {
 		t.answer(fmt.Sprintf("%s has no clock", Name(id)), nil)
@@ -64,7 +64,7 @@ func (s *scheduler) advance() {
 	slowest, dead := int64(noMore), make(map[int]*pspb.Node)
 	for _, id := range Members(GroupWorkers, 0, s.van.cfg.NumWorkers) {
 		slowest = min(slowest, s.clocks[id])
-		if n := s.van.goneNode(id); n != nil && n.Gone != ErrLeft.Error() {
+		if n := s.van.members.goneNode(id); n != nil && n.Gone != ErrLeft.Error() {
 			dead[id] = n
 		}
 	}
@@ -85,7 +85,7 @@ func (s *scheduler) advance() {
 	s.waitFor(0, s.missing(0))
 	s.mu.Unlock()
 	for _, f := range failed {
-		s.van.blame(processOf(f.dead), errors.New(f.dead.Gone))
+		s.van.blames.blame(processOf(f.dead), errors.New(f.dead.Gone))
 		f.answer("", f.dead)
 	}
 }

@@ -31,9 +31,9 @@ func (v *Van) listen(addr string) (err error) {
 	return err
 }
 
-// shares reports whether this process may share memory with others.
-func (v *Van) shares() bool {
-	return v.cfg.HostID != "" && !v.cfg.Resend && !v.cfg.Secret.IsEncrypted()
+// shares reports whether a process may share memory with others.
+func (c *Config) shares() bool {
+	return c.HostID != "" && !c.Resend && !c.Secret.IsEncrypted()
 }
 
 // listenLocal accepts Unix connections of other nodes on this host.
@@ -41,7 +41,7 @@ func (v *Van) listenLocal() (err error) {
 	v.local, err = dial.Serve(dial.UnixPrefix+"@gohvd-ps-"+rand.Text(), "ps: server", maxPeers, v.cfg.Log,
 		dial.SameUser(v.cfg.Secret, v.cfg.Log, v.serve))
 	if err == nil {
-		v.self[0].Socket = v.local.Addr()
+		v.members.self[0].Socket = v.local.Addr()
 	}
 	return err
 }
@@ -49,7 +49,7 @@ func (v *Van) listenLocal() (err error) {
 // dialServer connects with a server: over its Unix socket if it is on this host and shares memory, or else
 // over TCP.
 func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, error) {
-	if v.shares() && n.HostId == v.cfg.HostID {
+	if v.cfg.shares() && n.HostId == v.cfg.HostID {
 		conn, r, _, err := v.dial(ctx, dial.UnixPrefix+n.Socket, v.cfg.Secret, int(n.Id))
 		if err == nil {
 			return conn, r, nil
@@ -82,7 +82,7 @@ func (v *Van) dial(ctx context.Context, addr string, s secret.Secret, id int) (n
 	})
 	if err != nil {
 		if id == SchedulerID && isLate(ctx) {
-			v.blameAll([]Process{{ID: SchedulerID}}, err)
+			v.blames.blameAll([]Process{{ID: SchedulerID}}, err)
 		}
 		return nil, nil, nil, err
 	}
@@ -109,11 +109,11 @@ func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
 	if err != nil {
 		return nil, fmt.Errorf("register with the scheduler at %s: %w", v.cfg.Root, err)
 	}
-	if err := v.setTable(table); err != nil {
+	if err := v.members.setTable(table); err != nil {
 		conn.Close()
 		return nil, err
 	}
-	l, err := v.addLink([]*pspb.Node{v.nodes[SchedulerID]}, conn, r)
+	l, err := v.addLink([]*pspb.Node{v.members.nodes[SchedulerID]}, conn, r)
 	if err != nil {
 		conn.Close()
 		return nil, err
@@ -155,10 +155,10 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 		}
 		return errors.Join(err, writeMessage(over, answer))
 	}
-	answer.Header.Control.Nodes = v.self
+	answer.Header.Control.Nodes = v.members.self
 	if v.sched != nil {
 		v.sched.announce(nodes)
-		answer.Header.Control.Nodes = v.table()
+		answer.Header.Control.Nodes = v.members.table()
 	}
 	// If the write fails, the node has died after it registered, so the other nodes must be told.
 	if err = writeMessage(l.conn, answer); err == nil {
@@ -211,13 +211,13 @@ func (v *Van) accept(conn net.Conn) (net.Conn, *reader, *pspb.Control, error) {
 // admit decides about a registration with this server. It returns the nodes of the table that the peer has.
 func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, error) {
 	select {
-	case <-v.ready:
+	case <-v.members.ready:
 	case <-ctx.Done():
 		return nil, ErrStopped
 	}
-	if own := v.awaitPeer(ctx, hello.Nodes); own != nil {
+	if own := v.members.awaitPeer(ctx, hello.Nodes); own != nil {
 		return own, nil
 	}
 	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this "+
-		"job, nor a server that has replicas of the same keys", Name(v.id), Name(int(hello.Nodes[0].Id)))
+		"job, nor a server that has replicas of the same keys", Name(v.members.id), Name(int(hello.Nodes[0].Id)))
 }

@@ -162,7 +162,7 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	if err := l.end; err != nil {
 		l.mu.Unlock()
 		if err == ErrLeft { // otherwise the method fail has blamed the process before it has set end
-			l.van.blame(l.process, err)
+			l.van.blames.blame(l.process, err)
 		}
 		return nodeError(l.peer, err)
 	}
@@ -779,7 +779,7 @@ func (l *link) fail(err error) {
 	waits := l.requests > 0
 	l.mu.Unlock()
 	if reason != ErrLeft || waits {
-		l.van.blame(culprit, reason)
+		l.van.blames.blame(culprit, reason)
 	}
 	l.mu.Lock()
 	if l.end != nil {
@@ -811,9 +811,9 @@ func (l *link) fail(err error) {
 	l.theirs.endLink()
 	l.van.linkEnded(l, culprit, reason == ErrLeft, reason)
 	close(l.over)
-	l.van.mu.Lock()
-	defer l.van.mu.Unlock()
-	l.van.changed()
+	l.van.members.mu.Lock()
+	defer l.van.members.mu.Unlock()
+	l.van.members.changed()
 	l.van.reconnect(l.process)
 }
 

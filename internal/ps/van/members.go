@@ -1,7 +1,6 @@
 package van
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,7 +11,6 @@ import (
 	"time"
 
 	"go.uber.org/zap"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
@@ -27,42 +25,6 @@ const (
 	verdictTime = 200 * time.Millisecond
 )
 
-// table returns the records of all nodes. Those that have ended say so.
-func (v *Van) table() (all []*pspb.Node) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for id := range v.nodes {
-		all = append(all, v.record(id))
-	}
-	slices.SortFunc(all, func(a, b *pspb.Node) int { return cmp.Compare(a.Id, b.Id) })
-	return all
-}
-
-// record returns a copy of the record of a node, with the reason of its end. The caller holds mu.
-func (v *Van) record(id int) *pspb.Node {
-	n := proto.CloneOf(v.nodes[id])
-	if err := v.gone[id]; err != nil {
-		n.Gone = err.Error()
-	}
-	return n
-}
-
-// recordEnd records that a process has ended, and returns the records of its nodes. If another one has taken
-// its place, there are none. The caller holds mu.
-func (v *Van) recordEnd(p Process, err error) (ended []*pspb.Node) {
-	for id, n := range v.nodes {
-		if n.Incarnation != p.Incarnation {
-			continue
-		}
-		if v.gone[id] == nil {
-			v.gone[id] = err
-		}
-		ended = append(ended, v.record(id))
-	}
-	v.changed()
-	return nodesOf(ended, p.Incarnation)
-}
-
 // learn records what the scheduler says of the nodes of a process: it has ended, or it has taken the place of
 // another one. News of the same place may arrive in any order.
 func (v *Van) learn(nodes []*pspb.Node) {
@@ -70,35 +32,17 @@ func (v *Van) learn(nodes []*pspb.Node) {
 		return
 	}
 	n := nodes[0]
-	v.mu.Lock()
-	known := v.nodes[int(n.Id)]
-	stale := known == nil || n.Generation < known.Generation ||
-		n.Generation == known.Generation && n.Gone == ""
-	if !stale {
-		v.over[int(n.Id)] = true // so that this process does not connect with it again
-	}
-	v.mu.Unlock()
-	if stale {
+	known, fresh := v.members.hear(n)
+	if !fresh {
 		return
 	}
 	if n.Gone != ErrLeft.Error() { // a node that leaves says so on its connection, after all other messages
 		v.disconnect(n, known)
 	}
-	v.mu.Lock()
-	for _, n := range nodes {
-		if v.nodes[int(n.Id)] != nil {
-			v.setNode(n)
-		}
-	}
-	v.polls.Store(v.mayPoll()) // a process may return on another host
-	if n.Gone == "" {
-		v.blamed = new(sync.Once)
-	}
-	v.changed()
-	v.mu.Unlock()
+	v.members.update(nodes)
 	v.handler.News()
-	v.mu.Lock()
-	defer v.mu.Unlock()
+	v.members.mu.Lock()
+	defer v.members.mu.Unlock()
 	v.reconnect(processOf(n))
 }
 
@@ -121,10 +65,10 @@ func (v *Van) disconnect(n, known *pspb.Node) {
 // place of another process, or the connection has ended although p has not. The worker tries until p has
 // ended. At other nodes, and for other peers, reconnect does nothing. The caller holds mu.
 func (v *Van) reconnect(p Process) {
-	if v.cfg.Role != Worker || RoleOf(p.ID) != Server || !v.takesPart(p) || v.stopping || v.ctx.Err() != nil {
+	if v.cfg.Role != Worker || RoleOf(p.ID) != Server || !v.members.takesPart(p) || v.members.leaving || v.ctx.Err() != nil {
 		return
 	}
-	n := v.nodes[p.ID]
+	n := v.members.nodes[p.ID]
 	v.wg.Go(func() {
 		var wait dial.Backoff
 		for warned := false; ; warned = true {
@@ -135,7 +79,7 @@ func (v *Van) reconnect(p Process) {
 				return
 			}
 			if !warned {
-				v.log.Warn("ps: no connection with a server yet", zap.String("node", Name(v.id)), zap.Error(err))
+				v.log.Warn("ps: no connection with a server yet", zap.String("node", Name(v.members.id)), zap.Error(err))
 			}
 			dial.Pause(v.ctx, wait.Next(), nil)
 		}
@@ -151,12 +95,12 @@ func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 	var wg sync.WaitGroup
 	late := make(chan error, len(table))
 	for _, n := range table {
-		if v.dials(n) && n.Gone == "" {
+		if v.members.dials(n) && n.Gone == "" {
 			wg.Go(func() {
 				err := v.connect(ctx, n)
 				if err != nil && isLate(ctx) {
 					err = fmt.Errorf("connect to %s: %w: %w", Name(int(n.Id)), context.Cause(ctx), err)
-					v.blameAll([]Process{processOf(n)}, err)
+					v.blames.blameAll([]Process{processOf(n)}, err)
 					late <- err
 				}
 				if err != nil {
@@ -173,41 +117,20 @@ func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 	}
 	// Other servers may have to dial this one, and one may have returned meanwhile.
 	var missing []Process
-	if !v.await(ctx, func() bool {
+	if !v.members.await(ctx, func() bool {
 		missing = nil
-		for id, n := range v.nodes {
-			if RoleOf(id) == Server && v.takesPart(processOf(n)) && !v.reaches(id) {
+		for id, n := range v.members.nodes {
+			if RoleOf(id) == Server && v.members.takesPart(processOf(n)) && !v.reaches(id) {
 				missing = append(missing, processOf(n))
 			}
 		}
 		return len(missing) == 0
 	}) && isLate(ctx) {
 		err := fmt.Errorf("%s has not connected: %w", Name(missing[0].ID), context.Cause(ctx))
-		v.blameAll(missing, err)
+		v.blames.blameAll(missing, err)
 		return err
 	}
 	return context.Cause(ctx)
-}
-
-// dials reports whether this process connects with the node n by dialing it. Workers dial servers. If there
-// are replicas, a server dials the servers of the next and the previous rank that have joined the job before
-// it, and of those with which the job has started the ones with a higher rank.
-func (v *Van) dials(n *pspb.Node) bool {
-	if n.Role != pspb.Role_SERVER || v.cfg.Role != Server {
-		return n.Role == pspb.Role_SERVER
-	}
-	own := v.self[0]
-	return v.neighbour(int(n.Id)) && (n.Generation < own.Generation ||
-		n.Generation == own.Generation && n.Id > own.Id)
-}
-
-// neighbour reports whether this server and node id are servers that have a range of keys in common.
-func (v *Van) neighbour(id int) bool {
-	if v.cfg.Replicas == 0 || v.cfg.Role != Server || RoleOf(id) != Server || id == v.id {
-		return false
-	}
-	between := (Rank(id) - Rank(v.id) + v.cfg.NumServers) % v.cfg.NumServers
-	return between == 1 || between == v.cfg.NumServers-1
 }
 
 // connect connects this process with the server n. If the connection ends before the server has answered, the
@@ -219,7 +142,7 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 	defer cancel()
 	p := processOf(n)
 	watching.Go(func() {
-		v.await(ctx, func() bool { return !v.takesPart(p) })
+		v.members.await(ctx, func() bool { return !v.members.takesPart(p) })
 		cancel()
 	})
 	var conn net.Conn
@@ -237,59 +160,10 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 		}
 		conn.Close()
 	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if !v.takesPart(p) {
+	if v.members.isOver(p) {
 		return nil
 	}
 	return err
-}
-
-// takesPart reports whether neither the scheduler nor the process itself has said that it has ended. The
-// caller holds mu.
-func (v *Van) takesPart(p Process) bool {
-	n := v.nodes[p.ID]
-	return n != nil && n.Incarnation == p.Incarnation && !v.over[p.ID]
-}
-
-// await waits until cond, which is called with mu held, returns true. It returns false if ctx ends first.
-func (v *Van) await(ctx context.Context, cond func() bool) bool {
-	for {
-		v.mu.Lock()
-		ok, change := cond(), v.change
-		v.mu.Unlock()
-		if ok {
-			return true
-		}
-		select {
-		case <-change:
-		case <-ctx.Done():
-			return false
-		}
-	}
-}
-
-// awaitPeer returns the nodes of the table that a peer has if it is the worker or the server with a range in
-// common that it says. The news that it has taken the place of another one may still be on the way.
-func (v *Van) awaitPeer(ctx context.Context, claimed []*pspb.Node) (own []*pspb.Node) {
-	ctx, cancel := context.WithTimeout(ctx, newsTime)
-	defer cancel()
-	v.await(ctx, func() bool {
-		own = nil
-		for _, n := range claimed {
-			id := int(n.Id)
-			known := v.nodes[id]
-			if n.Incarnation == claimed[0].Incarnation && (RoleOf(id) == Worker || v.neighbour(id)) &&
-				known != nil && known.Incarnation == n.Incarnation && !v.over[id] {
-				own = append(own, known)
-			}
-		}
-		return len(own) == len(claimed)
-	})
-	if len(own) != len(claimed) {
-		return nil
-	}
-	return own
 }
 
 // supersede ends the link with a worker that has connected again, because its end of the link has ended. The
@@ -303,30 +177,14 @@ func (v *Van) supersede(p Process) {
 
 // Ended reports whether the scheduler, or the process p itself, has said that p has ended. If only the
 // connection with p has ended, p may live and serve others.
-func (v *Van) Ended(p Process) bool {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	n := v.nodes[p.ID]
-	return n != nil && (n.Generation > p.Generation || n.Generation == p.Generation && v.over[p.ID])
-}
+func (v *Van) Ended(p Process) bool { return v.members.ended(p) }
 
 // Current returns the process that has the place of node id, even if it has ended. Before Start has returned,
 // it may have no incarnation.
-func (v *Van) Current(id int) Process {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if n := v.nodes[id]; n != nil {
-		return processOf(n)
-	}
-	return Process{ID: id}
-}
+func (v *Van) Current(id int) Process { return v.members.current(id) }
 
 // Gone returns the reason why node id has ended as far as this process knows, or nil.
-func (v *Van) Gone(id int) error {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	return v.gone[id]
-}
+func (v *Van) Gone(id int) error { return v.members.goneError(id) }
 
 // Done returns a channel that is closed when the van is stopped or has failed.
 func (v *Van) Done() <-chan struct{} { return v.ctx.Done() }
@@ -379,29 +237,15 @@ func (s *scheduler) declareDead(l *link, err error) {
 		defer l.writing.Unlock()
 		if l.writer.err == nil && len(l.writer.rest) == 0 {
 			_ = writeMessage(l.conn, controlMessage(&pspb.Control{Command: pspb.Command_LOST,
-				Nodes: s.van.dead(l.process, err)}))
+				Nodes: s.van.members.dead(l.process, err)}))
 		}
 	})
-}
-
-// dead returns the records of the nodes of a process, which say that it is dead because of err.
-func (v *Van) dead(p Process, err error) (nodes []*pspb.Node) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for id, n := range v.nodes {
-		if n.Incarnation == p.Incarnation {
-			r := v.record(id)
-			r.Gone = err.Error()
-			nodes = append(nodes, r)
-		}
-	}
-	return nodesOf(nodes, p.Incarnation)
 }
 
 // IsRecovery reports whether this process has taken the place of one that has ended. If the old process has
 // ended before all nodes have met (Config.Meets), the new one takes part from the beginning, and IsRecovery
 // returns false.
-func (v *Van) IsRecovery() bool { return v.self[0].IsRecovery }
+func (v *Van) IsRecovery() bool { return v.members.self[0].IsRecovery }
 
 // AwaitReturn waits until node id takes part in the job and is connected with this process, if the two have a
 // connection. It returns an error if ctx ends first, or the van.
@@ -410,7 +254,7 @@ func (v *Van) AwaitReturn(ctx context.Context, id int) error {
 	defer cancel(nil)
 	stop := context.AfterFunc(v.ctx, func() { cancel(context.Cause(v.ctx)) })
 	defer stop()
-	if !v.await(ctx, func() bool { return v.ctx.Err() == nil && v.gone[id] == nil && v.reaches(id) }) {
+	if !v.members.await(ctx, func() bool { return v.ctx.Err() == nil && v.members.gone[id] == nil && v.reaches(id) }) {
 		return context.Cause(ctx)
 	}
 	return nil
@@ -418,11 +262,11 @@ func (v *Van) AwaitReturn(ctx context.Context, id int) error {
 
 // reaches reports whether this process is connected with node id, or never is. The caller holds mu.
 func (v *Van) reaches(id int) bool {
-	if v.cfg.Role == RoleOf(id) && !v.neighbour(id) {
+	if v.cfg.Role == RoleOf(id) && !v.members.neighbour(id) {
 		return true
 	}
 	l := (*v.links.Load())[id]
-	return l != nil && !isClosed(l.done) && l.process.Incarnation == v.nodes[id].GetIncarnation()
+	return l != nil && !isClosed(l.done) && l.process.Incarnation == v.members.nodes[id].GetIncarnation()
 }
 
 // replace gives a process the place of one that has ended. If there is none, it waits until all processes
@@ -434,9 +278,9 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 		return nil, errors.New("all nodes have registered, and in a job with a clock none can return")
 	}
 	for began, late := v.now(), false; ; {
-		v.mu.Lock()
-		nodes, change := s.takePlace(hello, late), v.change
-		v.mu.Unlock()
+		v.members.mu.Lock()
+		nodes, change := s.takePlace(hello, late), v.members.change
+		v.members.mu.Unlock()
 		switch {
 		case nodes != nil:
 			s.forget(nodes)
@@ -462,10 +306,10 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 func (s *scheduler) takePlace(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
 	v, first := s.van, hello.Nodes[0]
 	for _, id := range Members(groupOf(first.Role), v.cfg.NumServers, v.cfg.NumWorkers) {
-		old := v.nodes[id]
+		old := v.members.nodes[id]
 		l := (*v.links.Load())[id]
-		own := nodesOf(slices.Collect(maps.Values(v.nodes)), old.Incarnation)
-		if old.CustomerId != 0 || v.gone[id] == nil || l != nil && !isClosed(l.over) ||
+		own := nodesOf(slices.Collect(maps.Values(v.members.nodes)), old.Incarnation)
+		if old.CustomerId != 0 || v.members.gone[id] == nil || l != nil && !isClosed(l.over) ||
 			len(own) != len(hello.Nodes) || !any && first.Rank > 0 && Rank(id) != int(first.Rank)-1 {
 			continue
 		}
@@ -473,10 +317,10 @@ func (s *scheduler) takePlace(hello *pspb.Control, any bool) (nodes []*pspb.Node
 		for i, n := range hello.Nodes {
 			n.Id, n.Generation = own[i].Id, s.generation
 			n.IsRecovery = s.met.Load() || !hello.Meets
-			v.setNode(n)
+			v.members.setNode(n)
 		}
-		v.blamed = new(sync.Once)
-		v.changed()
+		v.blames.forgive()
+		v.members.changed()
 		return hello.Nodes
 	}
 	return nil

@@ -229,7 +229,7 @@ func TestReturnToBarrier(t *testing.T) {
 // TestNewsInAnyOrder checks that old news of a place changes nothing.
 func TestNewsInAnyOrder(t *testing.T) {
 	v := New(Config{Role: Server, NumWorkers: 1, NumServers: 1, Customers: 1, Rank: -1}, ignore{})
-	v.nodes[9] = &pspb.Node{Id: 9, Role: pspb.Role_WORKER, Incarnation: 1}
+	v.members.nodes[9] = &pspb.Node{Id: 9, Role: pspb.Role_WORKER, Incarnation: 1}
 	for _, c := range []struct {
 		generation uint64
 		gone       string
@@ -241,12 +241,12 @@ func TestNewsInAnyOrder(t *testing.T) {
 	} {
 		v.learn([]*pspb.Node{{Id: 9, Role: pspb.Role_WORKER, Incarnation: c.generation + 1,
 			Generation: c.generation, Gone: c.gone}})
-		if n := v.nodes[9]; n.Generation != c.want || (v.gone[9] == nil) != c.alive {
-			t.Errorf("after generation %d, %q: the node is %v, %v", c.generation, c.gone, n, v.gone[9])
+		if n := v.members.nodes[9]; n.Generation != c.want || (v.members.gone[9] == nil) != c.alive {
+			t.Errorf("after generation %d, %q: the node is %v, %v", c.generation, c.gone, n, v.members.gone[9])
 		}
 	}
 	v.learn([]*pspb.Node{{Id: 77, Generation: 9}})
-	if v.nodes[77] != nil {
+	if v.members.nodes[77] != nil {
 		t.Error("the job has a node more")
 	}
 	v.cancel(nil)
@@ -275,9 +275,9 @@ func TestDeclaredDead(t *testing.T) {
 			if n := w.Load(); n != nil && m.Header.Control.GetCommand() == pspb.Command_LOST {
 				deadline := time.Now().Add(time.Minute)
 				for ; time.Now().Before(deadline); <-time.After(time.Millisecond) {
-					n.Van.mu.Lock()
-					asks := len(n.barriers) > 0
-					n.Van.mu.Unlock()
+					n.calls.mu.Lock()
+					asks := len(n.calls.pending) > 0
+					n.calls.mu.Unlock()
 					n.mu.Lock()
 					blames := len(n.blamed) > 0
 					n.mu.Unlock()
@@ -319,8 +319,8 @@ func TestBlameAfterReturn(t *testing.T) {
 	testnet.Eventually(t, "the worker knows the new process", func() bool {
 		return w.Current(8) == server.Process()
 	})
-	w.blame(old, errors.New("a late request"))
-	w.blame(Process{ID: SchedulerID}, errors.New("a test says so"))
+	w.blames.blame(old, errors.New("a late request"))
+	w.blames.blame(Process{ID: SchedulerID}, errors.New("a test says so"))
 	wantBlamed(t, w, 8, 1)
 }
 

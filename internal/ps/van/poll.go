@@ -13,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
-	"github.com/gohvd/gohvd/ops"
 )
 
 const (
@@ -333,7 +332,7 @@ func (c *polledConn) SetReadDeadline(t time.Time) error { return c.d.setReadDead
 // polls reports whether the goroutine that reads the link polls for the next message: at a server for some
 // time after the last one.
 func (l *link) polls() bool {
-	return l.van.cfg.Role == Server && l.van.polls.Load() &&
+	return l.van.cfg.Role == Server && l.van.members.cores.Load() &&
 		l.van.now()-time.Duration(l.heard.Load()) < serverPoll
 }
 
@@ -348,7 +347,7 @@ func (l *link) waits() bool {
 // goroutine polls. It handles the responses in the goroutine of the caller, because waking another one takes
 // longer than a short request. The caller is about to wait until over is set.
 func (v *Van) Poll(over *atomic.Bool) {
-	if v.cfg.Role != Worker || !v.polls.Load() || !v.polling.CompareAndSwap(false, true) {
+	if v.cfg.Role != Worker || !v.members.cores.Load() || !v.polling.CompareAndSwap(false, true) {
 		return
 	}
 	defer v.polling.Store(false)
@@ -451,16 +450,4 @@ func (l *link) endPoll() {
 }
 
 // HasCore reports whether every server and worker on this host, and so this node, has a core.
-func (v *Van) HasCore() bool { return v.polls.Load() }
-
-// mayPoll reports whether every server and worker on this host has a core, so that one that polls does not
-// delay another one. The caller holds mu.
-func (v *Van) mayPoll() bool {
-	n := 0
-	for _, id := range v.first {
-		if id != SchedulerID && v.nodes[id].HostId == v.cfg.HostID {
-			n++
-		}
-	}
-	return !ops.Oversubscribed(n, runtime.NumCPU())
-}
+func (v *Van) HasCore() bool { return v.members.cores.Load() }

@@ -41,7 +41,7 @@ func newUnixLink(t *testing.T, role Role) (*link, *net.UnixConn) {
 	}
 	l := newLink(New(config(role, 1, 1, ""), ignore{}), Process{ID: 8}, ends[0])
 	l.sock, l.requests = newSocket(ends[0]), 1
-	l.van.polls.Store(true)
+	l.van.members.cores.Store(true)
 	return l, ends[1]
 }
 
@@ -503,9 +503,9 @@ func TestPolledFiles(t *testing.T) {
 	for _, id := range []int{8, 9} {
 		// Without heartbeats, nothing ends a link that hangs.
 		nodes := startJob(t, 1, 1, func(c *Config) { c.HeartbeatInterval = 0 })
-		if l, err := nodes[9].link(8); err != nil || (l.polled != nil) != nodes[9].polls.Load() {
+		if l, err := nodes[9].link(8); err != nil || (l.polled != nil) != nodes[9].members.cores.Load() {
 			t.Errorf("the link of the worker is polled: %t, want %t (%v)", l.polled != nil,
-				nodes[9].polls.Load(), err)
+				nodes[9].members.cores.Load(), err)
 		}
 		kill(nodes[id])
 		stopAll(nodes)
@@ -554,7 +554,7 @@ func TestMayPoll(t *testing.T) {
 		{processors + 1, 1, 0, false},
 	} {
 		v := New(config(Worker, 1, c.here+c.elsewhere-1, ""), ignore{})
-		v.setNode(&pspb.Node{Id: SchedulerID, HostId: "here"})
+		v.members.setNode(&pspb.Node{Id: SchedulerID, HostId: "here"})
 		id := 7
 		for i := range c.here + c.elsewhere {
 			for customer := range c.customers {
@@ -563,11 +563,11 @@ func TestMayPoll(t *testing.T) {
 					host = "elsewhere"
 				}
 				id++
-				v.setNode(&pspb.Node{Id: int32(id), Incarnation: uint64(i + 1), CustomerId: int32(customer),
+				v.members.setNode(&pspb.Node{Id: int32(id), Incarnation: uint64(i + 1), CustomerId: int32(customer),
 					HostId: host})
 			}
 		}
-		if got := v.mayPoll(); got != c.want {
+		if got := v.members.haveCores(); got != c.want {
 			t.Errorf("%d processes here and %d elsewhere: a node polls: %t, want %t", c.here, c.elsewhere,
 				got, c.want)
 		}
@@ -585,10 +585,10 @@ func TestPollingEndsWithReturn(t *testing.T) {
 		if i == 0 {
 			host = "elsewhere"
 		}
-		v.setNode(&pspb.Node{Id: int32(8 + i), Incarnation: uint64(i + 1), HostId: host})
+		v.members.setNode(&pspb.Node{Id: int32(8 + i), Incarnation: uint64(i + 1), HostId: host})
 	}
 	pollFor(l, time.Hour)
-	if !v.mayPoll() || !l.polls() {
+	if !v.members.haveCores() || !l.polls() {
 		t.Errorf("with %d processes on %d processors, the link is not polled", processors, processors)
 	}
 	defer v.close(ErrStopped)

@@ -44,7 +44,7 @@ func isLate(ctx context.Context) bool { return errors.Is(ctx.Err(), context.Dead
 // notices if the other one dies or hangs. If the time limit of ctx passes, the node asks who is missing. If
 // register fails because of other nodes, it blames them.
 func (v *Van) register(ctx context.Context, conn net.Conn, id int) (*reader, []*pspb.Node, error) {
-	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.self,
+	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.members.self,
 		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers),
 		Replicas: int32(v.cfg.Replicas), Staleness: int32(v.cfg.Staleness) + 1,
 		Meets: v.cfg.Meets})); err != nil {
@@ -69,7 +69,7 @@ func (v *Van) register(ctx context.Context, conn net.Conn, id int) (*reader, []*
 	case m.Header.Error != "":
 		err = errors.New(m.Header.Error)
 		if missing := processesOf(m.Header.Control.GetNodes()); len(missing) > 0 {
-			v.blameAll(missing, err)
+			v.blames.blameAll(missing, err)
 		}
 	case m.Header.Control.GetCommand() != pspb.Command_ADD_NODE:
 		err = errors.New("malformed answer to the registration")
@@ -172,7 +172,7 @@ func (w *registration) explain(ctx context.Context, err error) error {
 	}
 	err = fmt.Errorf("no answer to the registration: %w", err)
 	if w.scheduler && (ctx.Err() == nil || isLate(ctx)) {
-		w.van.blame(Process{ID: SchedulerID}, err)
+		w.van.blames.blame(Process{ID: SchedulerID}, err)
 	}
 	return err
 }
@@ -282,7 +282,7 @@ func (s *scheduler) tell() {
 // any other.
 func (s *scheduler) remove(hello *pspb.Control, err error) error {
 	if p, ok := wanted(hello); ok && err != errWithdrawn {
-		s.van.blame(p, err)
+		s.van.blames.blame(p, err)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -13,8 +13,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"google.golang.org/protobuf/proto"
-
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -89,7 +87,7 @@ func (s *scheduler) wait(ctx context.Context) error {
 		}
 		s.mu.Unlock()
 		if missing != nil && len(missing.nodes) > 0 && isLate(ctx) {
-			s.van.blameAll(processesOf(missing.nodes), missing)
+			s.van.blames.blameAll(processesOf(missing.nodes), missing)
 		}
 	}
 	if s.err != nil {
@@ -136,7 +134,7 @@ func (s *scheduler) register(ctx context.Context, hello *pspb.Control,
 	if s.err != nil {
 		return nil, fmt.Errorf("the job does not start: %w", s.err)
 	}
-	return nodesOf(s.van.table(), hello.Nodes[0].Incarnation), nil
+	return nodesOf(s.van.members.table(), hello.Nodes[0].Incarnation), nil
 }
 
 // checkRegistration returns an error if a registration does not fit the job.
@@ -183,7 +181,9 @@ func (s *scheduler) addProcess(hello *pspb.Control) (started bool, err error) {
 		return false, tooMany(hello, have, want)
 	}
 	s.nodes = append(s.nodes, hello.Nodes...)
-	s.van.forgive() // the process may take the place of one that has ended
+	s.van.members.mu.Lock()
+	s.van.blames.forgive() // the process may take the place of one that has ended
+	s.van.members.mu.Unlock()
 	return false, s.fill()
 }
 
@@ -208,10 +208,10 @@ func (s *scheduler) fill() error {
 	if len(s.nodes) < cfg.NumServers+cfg.NumWorkers || s.started || s.err != nil {
 		return nil
 	}
-	self := s.van.self[0]
+	self := s.van.members.self[0]
 	self.Id = SchedulerID
 	defer close(s.complete)
-	s.err = s.van.setTable(append(assign(s.nodes), self))
+	s.err = s.van.members.setTable(append(assign(s.nodes), self))
 	if s.err != nil {
 		return s.err
 	}
@@ -268,13 +268,13 @@ func assign(nodes []*pspb.Node) []*pspb.Node {
 func (s *scheduler) enter(l *link, h *pspb.Header) {
 	v, group := s.van, int(h.Control.BarrierGroup)
 	e := entry{l, h.CustomerId, h.Control.Barrier}
-	id, members := v.nodeOf(l.peer, h.CustomerId), Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
+	id, members := v.members.nodeOf(l.peer, h.CustomerId), Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
 	if !slices.Contains(members, id) {
 		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)), nil)
 		return
 	}
 	if gone := s.enterBarrier(e, id, group, members, h.Control.Withdraw); gone != nil {
-		v.blame(processOf(gone), errors.New(gone.Gone))
+		v.blames.blame(processOf(gone), errors.New(gone.Gone))
 		e.answer("", gone)
 	}
 }
@@ -297,7 +297,7 @@ func (s *scheduler) enterBarrier(e entry, id, group int, members []int, withdraw
 		return nil
 	}
 	for _, m := range members {
-		if n := s.van.goneNode(m); n != nil {
+		if n := s.van.members.goneNode(m); n != nil {
 			return n
 		}
 	}
@@ -389,7 +389,7 @@ func (s *scheduler) addStats(n *trace.Node) {
 	processes := make(map[int]time.Duration)
 	for _, node := range late.Ranks() {
 		if node.Held > 0 {
-			processes[v.firstOf(int(node.Rank))] += node.Held
+			processes[v.members.firstOf(int(node.Rank))] += node.Held
 		}
 	}
 	for i := range n.Peers {
@@ -452,7 +452,7 @@ func (s *scheduler) lost(nodes []*pspb.Node, left bool, err error) {
 		failed[i], failed[last] = failed[last], failed[i]
 	}
 	for _, barrier := range failed {
-		v.blame(processOf(nodes[0]), err)
+		v.blames.blame(processOf(nodes[0]), err)
 		release(barrier, nodes[0])
 	}
 	if left {
@@ -471,36 +471,6 @@ func (s *scheduler) broadcast(command pspb.Command, nodes []*pspb.Node) {
 	}
 }
 
-// nodeOf returns the id of a customer of the process with the first id peer.
-func (v *Van) nodeOf(peer int, customer int32) int {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	first := v.nodes[peer]
-	for id, n := range v.nodes {
-		if n.Incarnation == first.Incarnation && n.CustomerId == customer {
-			return id
-		}
-	}
-	return peer
-}
-
-// firstOf returns the first id of the process that has the node id.
-func (v *Van) firstOf(id int) int {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	return v.first[v.nodes[id].GetIncarnation()]
-}
-
-// goneNode returns the record of a node if it has died or left, else nil.
-func (v *Van) goneNode(id int) *pspb.Node {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.gone[id] == nil {
-		return nil
-	}
-	return v.record(id)
-}
-
 // Barrier waits until all nodes of the group have called Barrier, or until ctx ends. If a node of the group
 // has died or left, the error says so. customer is the number of the node in this process. The node must be
 // in the group. A group of one node needs no barrier.
@@ -515,73 +485,17 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 // ask sends a control message of a node of this process to the scheduler, and waits for the answer until ctx
 // ends. Then the node withdraws.
 func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
-	err := v.askScheduler(ctx, customer, c)
+	l, err := v.link(SchedulerID)
+	if err == nil {
+		err = v.calls.ask(ctx, l, customer, c)
+	}
 	if err == nil || err == ErrStopped {
 		return err
 	}
 	if errors.Is(err, ErrLeft) {
-		v.mu.Lock()
-		if id, is := v.died(); is {
-			err = nodeError(id, v.gone[id])
+		if p, why := v.members.died(); p.ID != 0 {
+			err = nodeError(p.ID, why)
 		}
-		v.mu.Unlock()
 	}
 	return fmt.Errorf("%s: %w", what, err)
-}
-
-// askScheduler is like ask. If the error wraps ErrLeft, the scheduler has left.
-func (v *Van) askScheduler(ctx context.Context, customer int, c *pspb.Control) error {
-	l, err := v.link(SchedulerID)
-	if err != nil {
-		return err
-	}
-	done := make(chan error, 1)
-	v.mu.Lock()
-	if v.stopping {
-		v.mu.Unlock()
-		return ErrStopped
-	}
-	v.barrier++
-	id := v.barrier
-	v.barriers[id] = done
-	v.mu.Unlock()
-	send := func(withdraw bool) error {
-		m := controlMessage(proto.CloneOf(c))
-		m.Header.Control.Barrier, m.Header.Control.Withdraw = id, withdraw
-		m.Header.Request, m.Header.CustomerId = true, int32(customer)
-		return l.reply(m)
-	}
-	if err = send(false); err == nil {
-		select {
-		case err = <-done:
-			return err
-		case <-ctx.Done():
-			err = context.Cause(ctx)
-			_ = send(true) // an error means that the scheduler has gone
-		}
-	}
-	v.mu.Lock()
-	delete(v.barriers, id)
-	v.mu.Unlock()
-	return err
-}
-
-// schedulerAnswer handles the answer of the scheduler to a call of ask.
-func (v *Van) schedulerAnswer(h *pspb.Header) {
-	var err error
-	switch gone := h.Control.Nodes; {
-	case len(gone) > 0:
-		if v.sched == nil {
-			v.learn(gone)
-		}
-		err = &NodeError{int(gone[0].Id), errors.New(gone[0].Gone)}
-	case h.Error != "":
-		err = errors.New(h.Error)
-	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if done := v.barriers[h.Control.Barrier]; done != nil { // else the context of the call has ended
-		delete(v.barriers, h.Control.Barrier)
-		done <- err
-	}
 }

@@ -31,7 +31,6 @@ import (
 	"fmt"
 	"maps"
 	"math"
-	"math/rand/v2"
 	"net"
 	"slices"
 	"strconv"
@@ -165,8 +164,9 @@ type Van struct {
 	log      *zap.Logger
 	handler  Handler
 	started  time.Time
-	self     []*pspb.Node // the nodes of this process
-	id       int          // the first of their ids, valid when ready is closed
+	members  *members
+	blames   *blames
+	calls    calls // to the scheduler
 	reliable bool
 
 	accepts *dial.Acceptor
@@ -176,47 +176,25 @@ type Van struct {
 	ctx     context.Context // ends when the van is stopped or has failed
 	cancel  context.CancelCauseFunc
 	wg      sync.WaitGroup
-	ready   chan struct{}                 // closed when nodes is complete
 	links   atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
 	holding atomic.Bool                   // a link may hold requests back
-	polls   atomic.Bool                   // Unix connections may be polled (mayPoll)
 	polling atomic.Bool                   // a goroutine polls, as only one may do at a time
 	made    atomic.Uint64                 // number of connections so far
 	yielder shmem.Yielder                 // used by the goroutine that polls
 	sched   *scheduler                    // nil except at the scheduler
-
-	mu    sync.Mutex
-	nodes map[int]*pspb.Node
-	first map[uint64]int // id of customer 0 of each process, by incarnation
-	gone  map[int]error  // nodes that have died or left
-	// over says of a node in gone that the scheduler or the node itself has said so. Otherwise this process
-	// knows only that its connection has ended.
-	over    map[int]bool
-	orphan  bool          // the scheduler has left, so there is nobody who knows better
-	change  chan struct{} // closed when nodes or gone changes
-	accused Process       // the process that was blamed last
-	// blamed is for the handler's method Blame. It is replaced when a process takes a place, or when the
-	// connection with the accused process works again.
-	blamed   *sync.Once
-	barriers map[int64]chan error
-	barrier  int64 // number of barriers so far
-	stopping bool
 }
 
 // New returns a Van that is not connected. It calls the methods of h from the beginning of Start until the
 // end of Stop.
 func New(cfg Config, h Handler) *Van {
-	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), ready: make(chan struct{}),
-		nodes: make(map[int]*pspb.Node),
-		first: make(map[uint64]int), gone: make(map[int]error), over: make(map[int]bool),
-		change: make(chan struct{}),
-		blamed: new(sync.Once), barriers: make(map[int64]chan error), reliable: cfg.Resend}
+	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), reliable: cfg.Resend}
 	if v.log == nil {
 		v.log = zap.NewNop()
 	}
 	v.links.Store(&map[int]*link{})
 	v.ctx, v.cancel = context.WithCancelCause(context.Background())
-	v.newNodes()
+	v.members = newMembers(&v.cfg, h)
+	v.blames = v.members.blames
 	return v
 }
 
@@ -227,7 +205,7 @@ func (v *Van) Start(ctx context.Context) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, v.cfg.StartTimeout,
 		fmt.Errorf("the time limit of %v has passed", v.cfg.StartTimeout))
 	defer cancel()
-	if v.shares() && v.cfg.Role != Scheduler {
+	if v.cfg.shares() && v.cfg.Role != Scheduler {
 		v.unwatch = arena.Watch(v.chunks.added, v.chunkRemoved)
 	}
 	if err := v.start(ctx); err != nil {
@@ -235,22 +213,6 @@ func (v *Van) Start(ctx context.Context) error {
 		return fmt.Errorf("start of a %s: %w", v.cfg.Role, err)
 	}
 	return nil
-}
-
-// newNodes makes the records of the nodes of this process.
-func (v *Van) newNodes() {
-	incarnation := rand.Uint64()
-	for i := range v.cfg.Customers {
-		n := &pspb.Node{Role: pspb.Role(v.cfg.Role), Hostname: v.cfg.Host, CustomerId: int32(i),
-			Incarnation: incarnation}
-		if v.shares() {
-			n.HostId = v.cfg.HostID
-		}
-		if v.cfg.Rank >= 0 {
-			n.Rank = int32(v.cfg.Rank + i + 1)
-		}
-		v.self = append(v.self, n)
-	}
 }
 
 func (v *Van) start(ctx context.Context) error {
@@ -277,8 +239,8 @@ func (v *Van) start(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		v.self[0].Port = int32(n)
-		if v.shares() {
+		v.members.self[0].Port = int32(n)
+		if v.cfg.shares() {
 			if err := v.listenLocal(); err != nil {
 				return err
 			}
@@ -295,38 +257,29 @@ func (v *Van) start(ctx context.Context) error {
 func (v *Van) now() time.Duration { return time.Since(v.started) }
 
 // ID returns the id of the first node of this process.
-func (v *Van) ID() int { return v.id }
+func (v *Van) ID() int { return v.members.id }
 
 // Process identifies this process.
-func (v *Van) Process() Process { return processOf(v.self[0]) }
+func (v *Van) Process() Process { return processOf(v.members.self[0]) }
 
 // IDs returns the ids of the nodes of this process.
 func (v *Van) IDs() (ids []int) {
-	for _, n := range v.self {
+	for _, n := range v.members.self {
 		ids = append(ids, int(n.Id))
 	}
 	return ids
 }
 
 // Processes returns the ids of a group, in which the first id of a process stands for all ids of the process.
-func (v *Van) Processes(group int) (ids []int) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for _, id := range Members(group, v.cfg.NumServers, v.cfg.NumWorkers) {
-		if first := v.first[v.nodes[id].GetIncarnation()]; !slices.Contains(ids, first) {
-			ids = append(ids, first)
-		}
-	}
-	return ids
-}
+func (v *Van) Processes(group int) (ids []int) { return v.members.processes(group) }
 
 // Stats returns the counters of this process.
 func (v *Van) Stats() trace.Node {
 	links := *v.links.Load()
 	s := trace.Node{Name: v.cfg.Role.String(), Role: v.cfg.Role.String()}
 	select {
-	case <-v.ready:
-		s.Name, s.Returned = Name(v.id), v.self[0].Generation > 0
+	case <-v.members.ready:
+		s.Name, s.Returned = Name(v.members.id), v.members.self[0].Generation > 0
 	default: // it has no rank yet
 	}
 	for _, id := range slices.Sorted(maps.Keys(links)) {
@@ -341,68 +294,6 @@ func (v *Van) Stats() trace.Node {
 	return s
 }
 
-// changed wakes those that wait for a change of nodes or gone. The caller holds mu.
-func (v *Van) changed() {
-	close(v.change)
-	v.change = make(chan struct{})
-}
-
-// setTable records the table of all nodes, in which the nodes of this process have their ids.
-func (v *Van) setTable(table []*pspb.Node) error {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for _, n := range table {
-		v.setNode(n)
-	}
-	own := nodesOf(table, v.self[0].Incarnation)
-	if len(own) != len(v.self) || len(v.nodes) != 1+v.cfg.NumServers+v.cfg.NumWorkers {
-		return fmt.Errorf("malformed table: it has %d nodes, %d of this process, want %d and %d",
-			len(v.nodes),
-			len(own), 1+v.cfg.NumServers+v.cfg.NumWorkers, len(v.self))
-	}
-	v.self, v.id = own, int(own[0].Id)
-	v.polls.Store(v.mayPoll())
-	close(v.ready)
-	return nil
-}
-
-// setNode records the node n. The caller holds mu.
-func (v *Van) setNode(n *pspb.Node) {
-	id := int(n.Id)
-	if old := v.nodes[id]; old != nil && v.first[old.Incarnation] == id {
-		delete(v.first, old.Incarnation)
-	}
-	v.nodes[id] = n
-	if n.CustomerId == 0 {
-		v.first[n.Incarnation] = id
-	}
-	delete(v.gone, id)
-	v.over[id] = n.Gone != ""
-	switch n.Gone {
-	case "":
-	case ErrLeft.Error():
-		v.gone[id] = ErrLeft
-	default:
-		v.gone[id] = errors.New(n.Gone)
-	}
-}
-
-// processOf identifies the process of a node.
-func processOf(n *pspb.Node) Process {
-	return Process{ID: int(n.Id), Incarnation: n.Incarnation, Generation: n.Generation}
-}
-
-// nodesOf returns the nodes of a process, ordered by customer.
-func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
-	for _, n := range table {
-		if n.Incarnation == incarnation {
-			own = append(own, n)
-		}
-	}
-	slices.SortFunc(own, func(a, b *pspb.Node) int { return cmp.Compare(a.CustomerId, b.CustomerId) })
-	return own
-}
-
 // addLink makes the link with the process of the given nodes. The caller must start the goroutines of the
 // link and then call the method up. If there is such a link already, or the van is stopped, addLink returns
 // an error. The link replaces one that has ended.
@@ -411,35 +302,32 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 	if r != nil {
 		l.sock = r.sock
 	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.stopping || v.ctx.Err() != nil {
+	v.members.mu.Lock()
+	defer v.members.mu.Unlock()
+	if v.members.leaving || v.ctx.Err() != nil {
 		return nil, ErrStopped
 	}
 	links := maps.Clone(*v.links.Load())
-	if !v.takesPart(l.process) {
+	if !v.members.takesPart(l.process) {
 		return nil, fmt.Errorf("%s has ended", Name(l.peer))
 	}
 	for _, n := range nodes {
 		if old := links[int(n.Id)]; old != nil && !isClosed(old.over) {
-			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.id))
+			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.members.id))
 		}
 		links[int(n.Id)] = l
-		if v.gone[int(n.Id)] != nil && !v.over[int(n.Id)] {
-			delete(v.gone, int(n.Id))
-			l.restored = true
-		}
+		l.restored = v.members.restore(int(n.Id)) || l.restored
 	}
-	if l.restored && v.accused == l.process.Whole() {
-		v.blamed = new(sync.Once)
+	if l.restored && v.blames.accused == l.process.Whole() {
+		v.blames.forgive()
 	}
-	if v.polls.Load() && l.shares() {
+	if v.members.cores.Load() && l.shares() {
 		l.poll()
 	}
 	v.links.Store(&links)
-	v.changed()
+	v.members.changed()
 	if v.cfg.Verbose > 0 {
-		v.log.Info("ps: connected", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
+		v.log.Info("ps: connected", zap.String("node", Name(v.members.id)), zap.String("with", Name(l.peer)))
 	}
 	return l, nil
 }
@@ -447,7 +335,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 // up tells the handler of a new link.
 func (v *Van) up(l *link) {
 	if l.restored {
-		v.log.Info("ps: connected again", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
+		v.log.Info("ps: connected again", zap.String("node", Name(v.members.id)), zap.String("with", Name(l.peer)))
 		v.handler.Restored(l.process)
 	}
 	v.handler.News()
@@ -461,9 +349,7 @@ func (v *Van) link(id int) (*link, error) {
 	if err := context.Cause(v.ctx); err != nil {
 		return nil, err
 	}
-	v.mu.Lock()
-	known, gone := v.nodes[id] != nil, v.gone[id]
-	v.mu.Unlock()
+	known, gone := v.members.lookUp(id)
 	switch {
 	case gone != nil:
 		return nil, nodeError(id, gone)
@@ -471,7 +357,7 @@ func (v *Van) link(id int) (*link, error) {
 		return nil, &NodeError{id, errors.New("it has returned, and is not connected yet")}
 	case known:
 		return nil, fmt.Errorf("%s has no connection with %s: only the scheduler is connected with all nodes",
-			Name(v.id), Name(id))
+			Name(v.members.id), Name(id))
 	}
 	return nil, fmt.Errorf("the job has no node with the id %d", id)
 }
@@ -611,7 +497,10 @@ func (v *Van) arrive(l *link, m *Message) error {
 	case pspb.Command_BARRIER, pspb.Command_CLOCK:
 		switch {
 		case !m.Header.Request:
-			v.schedulerAnswer(m.Header)
+			if v.sched == nil {
+				v.learn(c.Nodes)
+			}
+			v.calls.answer(m.Header)
 		case v.sched == nil:
 		case c.Command == pspb.Command_CLOCK:
 			v.sched.clock(l, m.Header)
@@ -630,8 +519,8 @@ func (v *Van) arrive(l *link, m *Message) error {
 		if l.peer != SchedulerID {
 			break
 		}
-		if n := c.Nodes; len(n) > 0 && n[0].Incarnation == v.self[0].Incarnation && n[0].Gone != "" {
-			return &NodeError{v.id, errors.New("the scheduler has declared it dead: " + n[0].Gone)}
+		if n := c.Nodes; len(n) > 0 && n[0].Incarnation == v.members.self[0].Incarnation && n[0].Gone != "" {
+			return &NodeError{v.members.id, errors.New("the scheduler has declared it dead: " + n[0].Gone)}
 		}
 		v.learn(c.Nodes)
 	default:
@@ -646,18 +535,12 @@ func (v *Van) linkEnded(l *link, culprit Process, left bool, err error) {
 	l.mu.Lock()
 	said := left || l.failure != nil // the process has said that it ends
 	l.mu.Unlock()
-	v.mu.Lock()
-	stopping := v.stopping
-	ended := v.recordEnd(l.process, err)
-	for _, n := range ended {
-		v.over[int(n.Id)] = v.over[int(n.Id)] || said || v.orphan
-	}
-	v.mu.Unlock()
-	if stopping {
+	ended, leaving := v.members.recordEnd(l.process, said, err)
+	if leaving {
 		return
 	}
 	if v.cfg.Verbose > 0 || !left {
-		v.log.Info("ps: a connection has ended", zap.String("node", Name(v.id)),
+		v.log.Info("ps: a connection has ended", zap.String("node", Name(v.members.id)),
 			zap.String("with", Name(l.peer)), zap.Error(err))
 	}
 	switch {
@@ -666,10 +549,10 @@ func (v *Van) linkEnded(l *link, culprit Process, left bool, err error) {
 	case l.peer == SchedulerID:
 		v.schedulerGone(culprit, left, err)
 	case v.cfg.Role == Server && RoleOf(l.peer) == Server && !left &&
-		v.self[0].Generation <= l.process.Generation:
+		v.members.self[0].Generation <= l.process.Generation:
 		// The older server has the values, and the other one perhaps not yet. So the younger one lets the
 		// older one accuse it.
-		v.Evict(l.process, fmt.Errorf("its connection with %s has ended: %w", Name(v.id), err))
+		v.Evict(l.process, fmt.Errorf("its connection with %s has ended: %w", Name(v.members.id), err))
 	}
 	v.handler.Lost(l.peer, nodeError(l.peer, err))
 	v.handler.News()
@@ -684,81 +567,28 @@ func nodeError(id int, err error) error {
 	return &NodeError{id, err}
 }
 
-// blame tells the handler that a node has failed, unless another one has failed before or this node leaves
-// the job. It returns when the handler knows of the first failure.
-func (v *Van) blame(p Process, err error) { v.blameAll([]Process{p}, nodeError(p.ID, err)) }
-
-// blameAll is like blame, with the error that tells of the failure of the given nodes. It does nothing if
-// another process has taken the place of the first one.
-func (v *Van) blameAll(failed []Process, err error) {
-	v.mu.Lock()
-	known, incarnation := v.nodes[failed[0].ID], failed[0].Incarnation
-	replaced := known != nil && incarnation != 0 && incarnation != known.Incarnation
-	stopping, blamed := v.stopping, v.blamed
-	v.mu.Unlock()
-	if !stopping && !replaced {
-		blamed.Do(func() {
-			v.mu.Lock()
-			v.accused = failed[0].Whole()
-			v.mu.Unlock()
-			v.handler.Blame(failed, err)
-		})
-	}
-}
-
-// forgive lets the handler learn of the next failure.
-func (v *Van) forgive() {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.blamed = new(sync.Once)
-}
-
 // schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
 // nodes can go on without barriers. If it has died, the job has failed. If it has declared this process dead,
 // which is p then, this process has failed.
 func (v *Van) schedulerGone(p Process, left bool, why error) {
-	v.mu.Lock()
-	if id, is := v.died(); is && left {
-		p, why = processOf(v.nodes[id]), v.gone[id]
+	if failed, reason := v.members.died(); failed.ID != 0 && left {
+		p, why = failed, reason
 	}
 	err := nodeError(p.ID, why)
-	waits := len(v.barriers) > 0
-	v.mu.Unlock()
-	if waits {
-		v.blame(p, why)
+	if v.calls.any() {
+		v.blames.blame(p, why)
 	}
-	v.mu.Lock()
-	for id, done := range v.barriers {
-		done <- err
-		delete(v.barriers, id)
-	}
-	v.orphan = left
+	v.calls.fail(err)
 	if left {
-		for id := range v.gone {
-			v.over[id] = true
-		}
-	}
-	if !left {
-		v.cancel(err) // with mu held, so that addLink makes no link that nobody ends
-	}
-	v.mu.Unlock()
-	if left {
+		v.members.schedulerLeft()
 		return
 	}
+	v.members.mu.Lock() // so that addLink makes no link that nobody ends
+	v.cancel(err)
+	v.members.mu.Unlock()
 	for _, l := range *v.links.Load() {
 		l.fail(err)
 	}
-}
-
-// died returns the lowest id of a node that has died. A scheduler that leaves before the others does so
-// because of such a node. The caller holds mu.
-func (v *Van) died() (id int, is bool) {
-	for i, err := range v.gone {
-		if err != ErrLeft && i != SchedulerID && v.nodes[i] != nil && (!is || i < id) {
-			id, is = i, true
-		}
-	}
-	return id, is
 }
 
 // Dead returns the ids of the nodes that have died, or from which no message came for the time timeout: at
@@ -769,16 +599,14 @@ func (v *Van) Dead(timeout time.Duration) (dead []int) {
 	if timeout <= 0 {
 		return nil
 	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for id, err := range v.gone {
+	gone := v.members.goneErrors()
+	for id, err := range gone {
 		if err != ErrLeft {
 			dead = append(dead, id)
 		}
 	}
 	for id, l := range *v.links.Load() {
-		if l.silent() > timeout && v.gone[id] == nil && l.conn != nil &&
-			(v.sched != nil || id == SchedulerID) {
+		if l.silent() > timeout && gone[id] == nil && l.conn != nil && (v.sched != nil || id == SchedulerID) {
 			dead = append(dead, id)
 		}
 	}
@@ -862,7 +690,7 @@ func (v *Van) heartbeat(beat bool) {
 			v.sched.declareDead(l, err)
 		} else {
 			// The scheduler may live: it declares this node dead if the network between the two has failed.
-			l.abort(fmt.Errorf("%w: it has failed, or the network between it and %s has", err, Name(v.id)))
+			l.abort(fmt.Errorf("%w: it has failed, or the network between it and %s has", err, Name(v.members.id)))
 		}
 	}
 }
@@ -887,7 +715,7 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 	if v.cfg.Verbose < 2 {
 		return
 	}
-	v.log.Info("ps: "+what, zap.String("node", Name(v.id)), zap.String("peer", Name(peer)),
+	v.log.Info("ps: "+what, zap.String("node", Name(v.members.id)), zap.String("peer", Name(peer)),
 		zap.Stringer("header", m.Header), zap.Int("bytes", m.Bytes()))
 }
 
@@ -907,13 +735,10 @@ func (v *Van) Fail(ctx context.Context, reason string) {
 
 // leave sends TERMINATE with nodes, and ends everything.
 func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
-	v.mu.Lock()
-	first := !v.stopping
-	v.stopping = true
-	v.mu.Unlock()
-	if !first {
+	if !v.members.leave() {
 		return
 	}
+	v.calls.refuse()
 	var wg sync.WaitGroup
 	for id, l := range *v.links.Load() {
 		if id == l.peer && l.conn != nil {
@@ -944,13 +769,9 @@ func (l *link) leave(ctx context.Context, nodes []*pspb.Node) {
 
 // close ends everything because of err.
 func (v *Van) close(err error) {
-	v.mu.Lock()
-	v.stopping = true
-	for id, done := range v.barriers {
-		done <- err
-		delete(v.barriers, id)
-	}
-	v.mu.Unlock()
+	v.members.leave()
+	v.calls.refuse()
+	v.calls.fail(err)
 	v.cancel(err)
 	for _, l := range *v.links.Load() {
 		l.fail(err) // first, because an acceptor waits for the end of its links, and cannot close polled ones

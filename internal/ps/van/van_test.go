@@ -448,7 +448,7 @@ func TestBarrierDuringBlame(t *testing.T) {
 func TestBarrierWhileTheSchedulerLeaves(t *testing.T) {
 	nodes := startJob(t, 1, 2, nil)
 	kill(nodes[11])
-	testnet.Eventually(t, "the worker learns it", func() bool { return nodes[9].goneNode(11) != nil })
+	testnet.Eventually(t, "the worker learns it", func() bool { return nodes[9].members.goneNode(11) != nil })
 	l, err := nodes[9].link(SchedulerID)
 	if err != nil {
 		t.Fatal(err)
@@ -684,9 +684,9 @@ func TestLeavingDuringARequest(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.flush(t.Context())
-	w.mu.Lock()
-	w.over[8] = true // so that the worker, which pretends to leave, does not connect again
-	w.mu.Unlock()
+	w.members.mu.Lock()
+	w.members.over[8] = true // so that the worker, which pretends to leave, does not connect again
+	w.members.mu.Unlock()
 	l.conn.Close()
 	other, err := s.link(9)
 	if err != nil {
@@ -758,10 +758,10 @@ func TestStartFails(t *testing.T) {
 	_, result = startNode(t, config(Worker, 1, 1, root))
 	testnet.WantError(t, <-result, "the job has 1 of 1 workers already, and 1 more want to join")
 	// A stranger connects to the server.
-	addr := net.JoinHostPort("127.0.0.1", fmt.Sprint(server.self[0].Port))
+	addr := net.JoinHostPort("127.0.0.1", fmt.Sprint(server.members.self[0].Port))
 	var strangers sync.WaitGroup // the server waits for news of each
 	for _, n := range []*pspb.Node{{Id: 9, Incarnation: 1}, {Id: 8,
-		Incarnation: server.self[0].Incarnation}, {}} {
+		Incarnation: server.members.self[0].Incarnation}, {}} {
 		conn, err := dial.Greet(t.Context(), addr, key, magic, version)
 		if err != nil {
 			t.Fatal(err)

@@ -8,7 +8,6 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
@@ -170,17 +169,13 @@ func FuzzArrive(f *testing.F) {
 		f.Add(wire(f, m))
 	}
 	f.Fuzz(func(t *testing.T, in []byte) {
-		v := &Van{cfg: Config{Role: Scheduler, NumWorkers: 1, NumServers: 1}, log: noLog, handler: ignore{},
-			ready: make(chan struct{}), nodes: make(map[int]*pspb.Node), gone: make(map[int]error),
-			change: make(chan struct{}), blamed: new(sync.Once),
-			barriers: make(map[int64]chan error), self: []*pspb.Node{{Role: pspb.Role_SCHEDULER}}}
-		v.links.Store(&map[int]*link{})
+		v := New(Config{Role: Scheduler, NumWorkers: 1, NumServers: 1, Customers: 1}, ignore{})
 		v.sched = newScheduler(v)
 		if _, err := v.sched.addProcess(&pspb.Control{NumWorkers: 1, NumServers: 1, Staleness: 1,
 			Nodes: []*pspb.Node{{Role: pspb.Role_WORKER, Incarnation: 1}}}); err != nil {
 			t.Fatal(err)
 		}
-		v.nodes[9] = &pspb.Node{Id: 9, Incarnation: 1}
+		v.members.nodes[9] = &pspb.Node{Id: 9, Incarnation: 1}
 		l := newLink(v, Process{ID: 9}, nil)
 		r := openReader(in)
 		for {

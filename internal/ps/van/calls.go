@@ -1,0 +1,104 @@
+package van
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+// calls are the calls of this process that wait for an answer of the scheduler.
+type calls struct {
+	mu      sync.Mutex // guards what follows; no other lock is taken while it is held
+	last    int64      // number of calls so far
+	pending map[int64]chan error
+	refused bool // the van leaves the job
+}
+
+// add adds a call and returns its number and the channel for its result.
+func (c *calls) add() (id int64, done chan error, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.refused {
+		return 0, nil, ErrStopped
+	}
+	if c.pending == nil {
+		c.pending = make(map[int64]chan error)
+	}
+	c.last++
+	done = make(chan error, 1)
+	c.pending[c.last] = done
+	return c.last, done, nil
+}
+
+// ask sends a control message of a node of this process to the scheduler on the link l, and waits for the
+// answer until ctx ends. Then the node withdraws. If the error wraps ErrLeft, the scheduler has left.
+func (c *calls) ask(ctx context.Context, l *link, customer int, question *pspb.Control) error {
+	id, done, err := c.add()
+	if err != nil {
+		return err
+	}
+	send := func(withdraw bool) error {
+		m := controlMessage(proto.CloneOf(question))
+		m.Header.Control.Barrier, m.Header.Control.Withdraw = id, withdraw
+		m.Header.Request, m.Header.CustomerId = true, int32(customer)
+		return l.reply(m)
+	}
+	if err = send(false); err == nil {
+		select {
+		case err = <-done:
+			return err
+		case <-ctx.Done():
+			err = context.Cause(ctx)
+			_ = send(true) // an error means that the scheduler has gone
+		}
+	}
+	c.mu.Lock()
+	delete(c.pending, id)
+	c.mu.Unlock()
+	return err
+}
+
+// answer handles an answer of the scheduler.
+func (c *calls) answer(h *pspb.Header) {
+	var err error
+	switch gone := h.Control.Nodes; {
+	case len(gone) > 0:
+		err = &NodeError{int(gone[0].Id), errors.New(gone[0].Gone)}
+	case h.Error != "":
+		err = errors.New(h.Error)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if done := c.pending[h.Control.Barrier]; done != nil { // else the context of the call has ended
+		delete(c.pending, h.Control.Barrier)
+		done <- err
+	}
+}
+
+// any reports whether a call waits.
+func (c *calls) any() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.pending) > 0
+}
+
+// fail ends all calls that wait with err.
+func (c *calls) fail(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for id, done := range c.pending {
+		done <- err
+		delete(c.pending, id)
+	}
+}
+
+// refuse makes all later calls fail with ErrStopped.
+func (c *calls) refuse() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.refused = true
+}
