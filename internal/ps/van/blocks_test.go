@@ -430,7 +430,7 @@ func TestBadBlocks(t *testing.T) {
 			ends[i] = conn.(*net.UnixConn)
 		}
 		r := newReader(ends[1])
-		r.open(newLink(&Van{}, Process{ID: 9}, ends[1]))
+		r.open(newLink(New(Config{}, ignore{}), Process{ID: 9}, ends[1]))
 		var rights []byte
 		if c.fd >= 0 {
 			rights = unix.UnixRights(c.fd)

@@ -129,10 +129,10 @@ func newLink(v *Van, p Process, conn net.Conn) *link {
 	p.Connection = v.made.Add(1)
 	l := &link{van: v, process: p, peer: p.ID, conn: conn, wake: make(chan struct{}, 1),
 		done: make(chan struct{}), over: make(chan struct{})}
-	l.heard.Store(int64(v.now()))
+	l.heard.Store(int64(v.timing.now()))
 	l.timer = time.AfterFunc(holdTime, l.writeHeld)
 	l.timer.Stop()
-	if v.beats() && v.sched == nil && p.ID != SchedulerID {
+	if v.timing.beats() && v.sched == nil && p.ID != SchedulerID {
 		l.silence = dial.NewSilence(v.cfg.HeartbeatTimeout, v.log)
 	}
 	return l
@@ -691,7 +691,7 @@ func (l *link) handle(m *Message) (err error) {
 	} else {
 		err = l.van.cfg.Faults(l.process, l.van.Process(), m, l.arrive)
 	}
-	l.heard.Store(int64(l.van.now()))
+	l.heard.Store(int64(l.van.timing.now()))
 	l.excused.Store(0)
 	l.handling.Store(false)
 	return err
@@ -740,7 +740,7 @@ func (l *link) silent() time.Duration {
 	if l.handling.Load() {
 		return 0
 	}
-	return l.van.now() - time.Duration(l.heard.Load()) - time.Duration(l.excused.Load())
+	return l.van.timing.now() - time.Duration(l.heard.Load()) - time.Duration(l.excused.Load())
 }
 
 // arrive handles a message. It acknowledges the message if it has a sequence number, and drops duplicates.

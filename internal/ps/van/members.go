@@ -148,7 +148,7 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 	var conn net.Conn
 	var r *reader
 	err := dial.Retry(ctx, func() (err error) {
-		conn, r, err = v.dialServer(ctx, n)
+		conn, r, err = v.endpoint.dialServer(ctx, n)
 		return err
 	})
 	if err == nil {
@@ -277,7 +277,7 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 	if v.cfg.Staleness >= 0 {
 		return nil, errors.New("all nodes have registered, and in a job with a clock none can return")
 	}
-	for began, late := v.now(), false; ; {
+	for began, late := v.timing.now(), false; ; {
 		v.members.mu.Lock()
 		nodes, change := s.takePlace(hello, late), v.members.change
 		v.members.mu.Unlock()
@@ -289,7 +289,7 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 			n := len(Members(groupOf(hello.Nodes[0].Role), v.cfg.NumServers, v.cfg.NumWorkers))
 			return nil, tooMany(hello, n, n)
 		}
-		dial.Pause(ctx, v.tickInterval(), change)
+		dial.Pause(ctx, v.timing.interval(), change)
 		switch {
 		case ctx.Err() != nil:
 			return nil, ErrStopped
@@ -331,8 +331,8 @@ func (s *scheduler) takePlace(hello *pspb.Control, any bool) (nodes []*pspb.Node
 func (s *scheduler) allAlive(role pspb.Role, began time.Duration) bool {
 	v := s.van
 	seen := began + max(v.cfg.HeartbeatInterval, aliveTime)
-	if !v.beats() {
-		return v.now() > seen
+	if !v.timing.beats() {
+		return v.timing.now() > seen
 	}
 	links := *v.links.Load()
 	for _, id := range Members(groupOf(role), v.cfg.NumServers, v.cfg.NumWorkers) {

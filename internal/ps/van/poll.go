@@ -333,7 +333,7 @@ func (c *polledConn) SetReadDeadline(t time.Time) error { return c.d.setReadDead
 // time after the last one.
 func (l *link) polls() bool {
 	return l.van.cfg.Role == Server && l.van.members.cores.Load() &&
-		l.van.now()-time.Duration(l.heard.Load()) < serverPoll
+		l.van.timing.now()-time.Duration(l.heard.Load()) < serverPoll
 }
 
 // waits reports whether a request has no answer.
@@ -353,9 +353,9 @@ func (v *Van) Poll(over *atomic.Bool) {
 	defer v.polling.Store(false)
 	links := *v.links.Load()
 	polled, some := false, false
-	until := v.now() + workerPoll
+	until := v.timing.now() + workerPoll
 	for n := 1; !over.Load(); n++ {
-		if (some || n%pollsPerCheck == 0) && v.now() >= until {
+		if (some || n%pollsPerCheck == 0) && v.timing.now() >= until {
 			break
 		}
 		if n%pollsPerGosched == 0 {

@@ -70,7 +70,7 @@ func TestPolledBytes(t *testing.T) {
 		go func() {
 			defer close(polls)
 			for !isClosed(stop) {
-				l.heard.Store(int64(l.van.now())) // a server has handled a message
+				l.heard.Store(int64(l.van.timing.now())) // a server has handled a message
 				runtime.Gosched()
 			}
 		}()
@@ -112,7 +112,7 @@ func TestPolledBytes(t *testing.T) {
 
 // pollFor makes the goroutine that reads the link of a server poll for a time. If that is 0, it no longer
 // polls.
-func pollFor(l *link, t time.Duration) { l.heard.Store(int64(l.van.now() - serverPoll + t)) }
+func pollFor(l *link, t time.Duration) { l.heard.Store(int64(l.van.timing.now() - serverPoll + t)) }
 
 // TestPolledWakes checks that a byte is read that arrives at any time: while the goroutine that reads polls,
 // waits, or is between the two.

@@ -43,17 +43,17 @@ func isLate(ctx context.Context) bool { return errors.Is(ctx.Err(), context.Dead
 // The scheduler answers when all nodes have registered. Until then both ends send heartbeats, and each
 // notices if the other one dies or hangs. If the time limit of ctx passes, the node asks who is missing. If
 // register fails because of other nodes, it blames them.
-func (v *Van) register(ctx context.Context, conn net.Conn, id int) (*reader, []*pspb.Node, error) {
-	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.members.self,
-		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers),
-		Replicas: int32(v.cfg.Replicas), Staleness: int32(v.cfg.Staleness) + 1,
-		Meets: v.cfg.Meets})); err != nil {
+func (e *endpoint) register(ctx context.Context, conn net.Conn, id int) (*reader, []*pspb.Node, error) {
+	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: e.members.self,
+		NumWorkers: int32(e.cfg.NumWorkers), NumServers: int32(e.cfg.NumServers),
+		Replicas: int32(e.cfg.Replicas), Staleness: int32(e.cfg.Staleness) + 1,
+		Meets: e.cfg.Meets})); err != nil {
 		return nil, nil, err
 	}
-	if v.cfg.Verbose > 0 && id == SchedulerID {
-		v.log.Info("ps: registered, waiting until all nodes have registered", zap.Stringer("role", v.cfg.Role))
+	if e.cfg.Verbose > 0 && id == SchedulerID {
+		e.log.Info("ps: registered, waiting until all nodes have registered", zap.Stringer("role", e.cfg.Role))
 	}
-	w := &registration{pulse{van: v, conn: conn}, id == SchedulerID}
+	w := &registration{pulse{timing: e.timing, conn: conn}, e, id == SchedulerID}
 	w.hear()
 	answered := make(chan struct{})
 	var ticking sync.WaitGroup
@@ -69,7 +69,7 @@ func (v *Van) register(ctx context.Context, conn net.Conn, id int) (*reader, []*
 	case m.Header.Error != "":
 		err = errors.New(m.Header.Error)
 		if missing := processesOf(m.Header.Control.GetNodes()); len(missing) > 0 {
-			v.blames.blameAll(missing, err)
+			e.members.blames.blameAll(missing, err)
 		}
 	case m.Header.Control.GetCommand() != pspb.Command_ADD_NODE:
 		err = errors.New("malformed answer to the registration")
@@ -84,21 +84,21 @@ func (v *Van) register(ctx context.Context, conn net.Conn, id int) (*reader, []*
 
 // pulse keeps up a connection that has no link yet. It sends heartbeats and notices if the peer is silent.
 type pulse struct {
-	van    *Van
+	timing timing
 	conn   net.Conn
 	heard  atomic.Int64 // time of the last message, in ns since the van's start
 	silent error        // the peer is silent; valid when run has returned
 }
 
 // hear records that a message has come.
-func (p *pulse) hear() { p.heard.Store(int64(p.van.now())) }
+func (p *pulse) hear() { p.heard.Store(int64(p.timing.now())) }
 
 // run returns when the channel done or end is closed, or the peer is silent.
 func (p *pulse) run(done, end <-chan struct{}) {
-	v := p.van
-	ticker := time.NewTicker(v.tickInterval())
+	t := p.timing
+	ticker := time.NewTicker(t.interval())
 	defer ticker.Stop()
-	for beaten, ticked := v.now(), v.now(); ; ticked = v.now() {
+	for beaten, ticked := t.now(), t.now(); ; ticked = t.now() {
 		select {
 		case <-done:
 			return
@@ -106,13 +106,13 @@ func (p *pulse) run(done, end <-chan struct{}) {
 			return
 		case <-ticker.C:
 		}
-		p.heard.Add(int64(v.stopped(ticked)))
-		if silent := v.now() - time.Duration(p.heard.Load()); silent > v.cfg.HeartbeatTimeout {
-			p.silent = &silenceError{silent, v.cfg.HeartbeatTimeout}
+		p.heard.Add(int64(t.stopped(ticked)))
+		if silent := t.now() - time.Duration(p.heard.Load()); silent > t.cfg.HeartbeatTimeout {
+			p.silent = &silenceError{silent, t.cfg.HeartbeatTimeout}
 			return
 		}
-		if v.now()-beaten >= v.cfg.HeartbeatInterval {
-			beaten = v.now()
+		if t.now()-beaten >= t.cfg.HeartbeatInterval {
+			beaten = t.now()
 			// The goroutine that reads notices an error too.
 			_ = writeMessage(p.conn, controlMessage(&pspb.Control{Command: pspb.Command_HEARTBEAT}))
 		}
@@ -122,6 +122,7 @@ func (p *pulse) run(done, end <-chan struct{}) {
 // registration is the state of a node that waits for the answer to its registration.
 type registration struct {
 	pulse
+	endpoint  *endpoint
 	scheduler bool // the scheduler is to answer
 }
 
@@ -141,7 +142,7 @@ func (w *registration) readAnswer(r *reader) (*Message, error) {
 // returns when the channel answered is closed.
 func (w *registration) await(ctx context.Context, answered <-chan struct{}) {
 	defer w.conn.SetDeadline(time.Time{})
-	if w.scheduler && w.van.beats() {
+	if w.scheduler && w.timing.beats() {
 		w.run(answered, ctx.Done())
 	} else {
 		select {
@@ -153,7 +154,7 @@ func (w *registration) await(ctx context.Context, answered <-chan struct{}) {
 		// An error is also one of the call that reads.
 		_ = writeMessage(w.conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE,
 			Withdraw: true}))
-		dial.Pause(w.van.ctx, answerTime, answered)
+		dial.Pause(w.endpoint.ctx, answerTime, answered)
 	}
 	w.conn.SetDeadline(time.Unix(1, 0))
 	<-answered
@@ -172,7 +173,7 @@ func (w *registration) explain(ctx context.Context, err error) error {
 	}
 	err = fmt.Errorf("no answer to the registration: %w", err)
 	if w.scheduler && (ctx.Err() == nil || isLate(ctx)) {
-		w.van.blames.blame(Process{ID: SchedulerID}, err)
+		w.endpoint.members.blames.blame(Process{ID: SchedulerID}, err)
 	}
 	return err
 }
@@ -197,20 +198,20 @@ var errWithdrawn = errors.New("the time limit of the node has passed")
 
 // watch reads the messages of a node that waits for the answer to its registration, and sends it heartbeats.
 func (s *scheduler) watch(conn net.Conn, r *reader) *applicant {
-	a := &applicant{pulse: pulse{van: s.van, conn: conn}, r: r, lost: make(chan struct{}),
+	a := &applicant{pulse: pulse{timing: s.van.timing, conn: conn}, r: r, lost: make(chan struct{}),
 		stop: make(chan struct{}), told: make(chan struct{})}
 	a.hear()
 	s.mu.Lock()
 	s.waiting[a] = true
 	s.mu.Unlock()
-	if a.van.beats() {
+	if a.timing.beats() {
 		a.beats.Go(func() {
 			if a.run(a.stop, nil); a.silent != nil {
 				_ = a.conn.SetReadDeadline(time.Unix(1, 0)) // ends read
 			}
 		})
 	}
-	a.van.wg.Go(func() {
+	s.van.wg.Go(func() {
 		defer close(a.lost)
 		a.err = a.read()
 	})

@@ -344,7 +344,7 @@ func (s *scheduler) missing(group int) (ids []int) {
 // waitFor records that the nodes in a barrier, or in the clock if group is 0, wait for the given nodes from
 // now on, or that none waits. The caller holds mu.
 func (s *scheduler) waitFor(group int, missing []int) {
-	now := s.van.now()
+	now := s.van.timing.now()
 	w, known := s.waits[group]
 	if !known {
 		w.began = now
@@ -371,7 +371,7 @@ func (s *scheduler) addStats(n *trace.Node) {
 	v := s.van
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now := v.now()
+	now := v.timing.now()
 	late := s.late.Clone()
 	for _, group := range slices.Sorted(maps.Keys(s.waits)) {
 		w := s.waits[group]

@@ -33,7 +33,6 @@ import (
 	"math"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -163,14 +162,13 @@ type Van struct {
 	cfg      Config
 	log      *zap.Logger
 	handler  Handler
-	started  time.Time
+	timing   timing
+	endpoint *endpoint
 	members  *members
 	blames   *blames
 	calls    calls // to the scheduler
 	reliable bool
 
-	accepts *dial.Acceptor
-	local   *dial.Acceptor // accepts Unix connections; nil except at a server that shares memory
 	chunks  chunks
 	unwatch func()          // ends the calls about chunks of the arena; nil if no memory is shared
 	ctx     context.Context // ends when the van is stopped or has failed
@@ -187,14 +185,16 @@ type Van struct {
 // New returns a Van that is not connected. It calls the methods of h from the beginning of Start until the
 // end of Stop.
 func New(cfg Config, h Handler) *Van {
-	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), reliable: cfg.Resend}
+	v := &Van{cfg: cfg, log: cfg.Log, handler: h, reliable: cfg.Resend}
 	if v.log == nil {
 		v.log = zap.NewNop()
 	}
 	v.links.Store(&map[int]*link{})
 	v.ctx, v.cancel = context.WithCancelCause(context.Background())
+	v.timing = timing{&v.cfg, time.Now()}
 	v.members = newMembers(&v.cfg, h)
 	v.blames = v.members.blames
+	v.endpoint = &endpoint{cfg: &v.cfg, log: v.log, timing: v.timing, members: v.members, ctx: v.ctx}
 	return v
 }
 
@@ -218,7 +218,7 @@ func (v *Van) Start(ctx context.Context) error {
 func (v *Van) start(ctx context.Context) error {
 	if v.cfg.Role == Scheduler {
 		v.sched = newScheduler(v)
-		if err := v.listen(cmp.Or(v.cfg.Listen, v.cfg.Root)); err != nil {
+		if err := v.endpoint.listen(cmp.Or(v.cfg.Listen, v.cfg.Root), v.serve); err != nil {
 			return fmt.Errorf("listen as the scheduler (is there another scheduler?): %w", err)
 		}
 		if err := v.sched.wait(ctx); err != nil {
@@ -228,22 +228,8 @@ func (v *Van) start(ctx context.Context) error {
 		return nil
 	}
 	if v.cfg.Role == Server {
-		if err := v.listen(v.cfg.Listen); err != nil {
+		if err := v.endpoint.listenAsServer(v.serve); err != nil {
 			return err
-		}
-		_, port, err := net.SplitHostPort(v.accepts.Addr())
-		if err != nil {
-			return err
-		}
-		n, err := strconv.ParseUint(port, 10, 16)
-		if err != nil {
-			return err
-		}
-		v.members.self[0].Port = int32(n)
-		if v.cfg.shares() {
-			if err := v.listenLocal(); err != nil {
-				return err
-			}
 		}
 	}
 	table, err := v.join(ctx)
@@ -252,9 +238,6 @@ func (v *Van) start(ctx context.Context) error {
 	}
 	return v.connectServers(ctx, table)
 }
-
-// now returns the time since the start of the van.
-func (v *Van) now() time.Duration { return time.Since(v.started) }
 
 // ID returns the id of the first node of this process.
 func (v *Van) ID() int { return v.members.id }
@@ -287,7 +270,7 @@ func (v *Van) Stats() trace.Node {
 			s.Peers = append(s.Peers, l.stats())
 		}
 	}
-	s.Up = v.now()
+	s.Up = v.timing.now()
 	if v.sched != nil {
 		v.sched.addStats(&s)
 	}
@@ -616,25 +599,25 @@ func (v *Van) Dead(timeout time.Duration) (dead []int) {
 
 // tick does what time requires until the van is stopped: heartbeats, resending, and noticing silent nodes.
 func (v *Van) tick() {
-	ticker := time.NewTicker(v.tickInterval())
+	ticker := time.NewTicker(v.timing.interval())
 	defer ticker.Stop()
 	var beaten, checked time.Duration
-	ticked := v.now()
+	ticked := v.timing.now()
 	for {
 		select {
 		case now := <-ticker.C:
-			if late := v.stopped(ticked); late > 0 {
+			if late := v.timing.stopped(ticked); late > 0 {
 				v.excuse(late)
 			}
-			ticked = v.now()
-			check := v.now()-checked >= dial.CheckPeriod(v.cfg.HeartbeatTimeout)
+			ticked = v.timing.now()
+			check := v.timing.now()-checked >= dial.CheckPeriod(v.cfg.HeartbeatTimeout)
 			if check {
-				checked = v.now()
+				checked = v.timing.now()
 			}
-			if v.beats() {
-				beat := v.now()-beaten >= v.cfg.HeartbeatInterval
+			if v.timing.beats() {
+				beat := v.timing.now()-beaten >= v.cfg.HeartbeatInterval
 				if beat {
-					beaten = v.now()
+					beaten = v.timing.now()
 				}
 				v.heartbeat(beat)
 			}
@@ -655,20 +638,6 @@ func (v *Van) tick() {
 			return
 		}
 	}
-}
-
-// beats reports whether heartbeats are on.
-func (v *Van) beats() bool { return v.cfg.HeartbeatInterval > 0 && v.cfg.HeartbeatTimeout > 0 }
-
-func (v *Van) tickInterval() time.Duration {
-	d := 250 * time.Millisecond
-	if v.beats() {
-		d = min(d, v.cfg.HeartbeatInterval/2)
-	}
-	if v.reliable {
-		d = min(d, v.cfg.ResendTimeout/4)
-	}
-	return max(d, time.Millisecond)
 }
 
 // heartbeat ends links that have been silent for too long and, if beat is set, sends a heartbeat to the
@@ -693,11 +662,6 @@ func (v *Van) heartbeat(beat bool) {
 			l.abort(fmt.Errorf("%w: it has failed, or the network between it and %s has", err, Name(v.members.id)))
 		}
 	}
-}
-
-// stopped returns the time for which this process has probably been stopped since the tick at the given time.
-func (v *Van) stopped(ticked time.Duration) time.Duration {
-	return max(0, v.now()-ticked-2*v.tickInterval())
 }
 
 // excuse makes a time not count in which this process has read nothing. It may have read messages since, so
@@ -776,11 +740,7 @@ func (v *Van) close(err error) {
 	for _, l := range *v.links.Load() {
 		l.fail(err) // first, because an acceptor waits for the end of its links, and cannot close polled ones
 	}
-	for _, a := range []*dial.Acceptor{v.accepts, v.local} {
-		if a != nil {
-			a.Close()
-		}
-	}
+	v.endpoint.close()
 	v.wg.Wait()
 	if v.unwatch != nil {
 		v.unwatch()

@@ -514,7 +514,7 @@ func TestExcused(t *testing.T) {
 		l.heard.Store(int64(heard))
 		l.excused.Store(0)
 		nodes[1].excuse(time.Hour)
-		if silent := l.silent(); silent < 0 || silent > nodes[1].now()-heard-min(time.Hour, -heard) {
+		if silent := l.silent(); silent < 0 || silent > nodes[1].timing.now()-heard-min(time.Hour, -heard) {
 			t.Errorf("after a message at %v, the node is silent for %v", heard, silent)
 		}
 	}
@@ -528,7 +528,7 @@ func TestDeadSinceItConnected(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if heard := time.Duration(l.heard.Load()); heard <= 0 || heard > nodes[1].now() {
+	if heard := time.Duration(l.heard.Load()); heard <= 0 || heard > nodes[1].timing.now() {
 		t.Errorf("worker 0 was heard %v after the start", heard)
 	}
 	l.heard.Store(-int64(time.Hour))
