@@ -3,6 +3,8 @@ package van
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"sync"
 
 	"google.golang.org/protobuf/proto"
@@ -101,4 +103,52 @@ func (c *calls) refuse() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.refused = true
+}
+
+// Barrier waits until all nodes of the group have called Barrier, or until ctx ends. If a node of the group
+// has died or left, the error says so. customer is the number of the node in this process. The node must be
+// in the group. A group of one node needs no barrier.
+func (v *Van) Barrier(ctx context.Context, customer, group int) error {
+	if len(Members(group, v.cfg.NumServers, v.cfg.NumWorkers)) == 1 && slices.Contains(v.IDs(), group) {
+		return nil
+	}
+	return v.ask(ctx, fmt.Sprintf("barrier of group %d", group), customer,
+		&pspb.Control{Command: pspb.Command_BARRIER, BarrierGroup: int32(group)})
+}
+
+// Clock tells the scheduler that a worker of this process has ended n iterations, and waits until no worker
+// has ended fewer than n minus Config.Staleness, or until ctx ends. If a worker that is behind dies, the
+// error says so.
+func (v *Van) Clock(ctx context.Context, customer int, n int64) error {
+	return v.ask(ctx, fmt.Sprintf("clock %d", n), customer,
+		&pspb.Control{Command: pspb.Command_CLOCK, Clock: n})
+}
+
+// EndClock tells the scheduler that a worker of this process ends no more iterations. It does not wait.
+func (v *Van) EndClock(customer int) error {
+	l, err := v.link(SchedulerID)
+	if err != nil {
+		return err
+	}
+	m := controlMessage(&pspb.Control{Command: pspb.Command_CLOCK, Clock: noMore, Withdraw: true})
+	m.Header.Request, m.Header.CustomerId = true, int32(customer)
+	return l.reply(m)
+}
+
+// ask sends a control message of a node of this process to the scheduler, and waits for the answer until ctx
+// ends. Then the node withdraws.
+func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
+	l, err := v.link(SchedulerID)
+	if err == nil {
+		err = v.calls.ask(ctx, l, customer, c)
+	}
+	if err == nil || err == ErrStopped {
+		return err
+	}
+	if errors.Is(err, ErrLeft) {
+		if p, why := v.members.died(); p.ID != 0 {
+			err = nodeError(p.ID, why)
+		}
+	}
+	return fmt.Errorf("%s: %w", what, err)
 }

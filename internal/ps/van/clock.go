@@ -1,7 +1,6 @@
 package van
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -88,23 +87,4 @@ func (s *scheduler) advance() {
 		s.van.blames.blame(processOf(f.dead), errors.New(f.dead.Gone))
 		f.answer("", f.dead)
 	}
-}
-
-// Clock tells the scheduler that a worker of this process has ended n iterations, and waits until no worker
-// has ended fewer than n minus Config.Staleness, or until ctx ends. If a worker that is behind dies, the
-// error says so.
-func (v *Van) Clock(ctx context.Context, customer int, n int64) error {
-	return v.ask(ctx, fmt.Sprintf("clock %d", n), customer,
-		&pspb.Control{Command: pspb.Command_CLOCK, Clock: n})
-}
-
-// EndClock tells the scheduler that a worker of this process ends no more iterations. It does not wait.
-func (v *Van) EndClock(customer int) error {
-	l, err := v.link(SchedulerID)
-	if err != nil {
-		return err
-	}
-	m := controlMessage(&pspb.Control{Command: pspb.Command_CLOCK, Clock: noMore, Withdraw: true})
-	m.Header.Request, m.Header.CustomerId = true, int32(customer)
-	return l.reply(m)
 }

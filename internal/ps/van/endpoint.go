@@ -42,8 +42,8 @@ func (e *endpoint) listen(addr string, serve dial.Handler) (err error) {
 	return err
 }
 
-// listenAsServer accepts connections on the address of the configuration, and Unix connections of other nodes on
-// this host if this process shares memory. The registration says where.
+// listenAsServer accepts connections on the address of the configuration, and Unix connections of other nodes
+// on this host if this process shares memory. The registration says where.
 func (e *endpoint) listenAsServer(serve dial.Handler) error {
 	if err := e.listen(e.cfg.Listen, serve); err != nil {
 		return err
@@ -76,11 +76,6 @@ func (e *endpoint) close() {
 			a.Close()
 		}
 	}
-}
-
-// shares reports whether a process may share memory with others.
-func (c *Config) shares() bool {
-	return c.HostID != "" && !c.Resend && !c.Secret.IsEncrypted()
 }
 
 // dialServer connects with a server: over its Unix socket if it is on this host and shares memory, or else

@@ -95,5 +95,5 @@ func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, err
 		return own, nil
 	}
 	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this "+
-		"job, nor a server that has replicas of the same keys", Name(v.members.id), Name(int(hello.Nodes[0].Id)))
+		"job, nor a server that has replicas of the same keys", Name(v.ID()), Name(int(hello.Nodes[0].Id)))
 }

@@ -44,15 +44,6 @@ const (
 	confirmTime = time.Second
 )
 
-// ErrLeft is the reason why a node is gone if it has left the job.
-var ErrLeft = errors.New("it has left the job")
-
-// errReplaced is the reason why a link has ended if another process has taken the place of the peer.
-var errReplaced = errors.New("its process has ended, and another one has taken its place")
-
-// errAgain is the reason why a link has ended if the peer has made another one.
-var errAgain = errors.New("its connection has ended, and it has connected again")
-
 // link is the connection with another process, or of the scheduler with itself. It has a queue with
 // priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
 //

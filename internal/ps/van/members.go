@@ -1,381 +1,425 @@
 package van
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
-	"net"
+	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
-	"go.uber.org/zap"
+	"google.golang.org/protobuf/proto"
 
-	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/ops"
 )
 
-const (
-	// aliveTime is the least time after which a message shows that its sender has not ended before.
-	aliveTime = 100 * time.Millisecond
-	// newsTime is how long a server waits for the scheduler's news of a worker that has connected already.
-	newsTime = 5 * time.Second
-	// verdictTime is how long the scheduler tries to tell a process that it has declared it dead.
-	verdictTime = 200 * time.Millisecond
-)
+// newsTime is how long a server waits for the scheduler's news of a worker that has connected already.
+const newsTime = 5 * time.Second
 
-// learn records what the scheduler says of the nodes of a process: it has ended, or it has taken the place of
-// another one. News of the same place may arrive in any order.
-func (v *Van) learn(nodes []*pspb.Node) {
-	if len(nodes) == 0 {
-		return
-	}
-	n := nodes[0]
-	known, fresh := v.members.hear(n)
-	if !fresh {
-		return
-	}
-	if n.Gone != ErrLeft.Error() { // a node that leaves says so on its connection, after all other messages
-		v.disconnect(n, known)
-	}
-	v.members.update(nodes)
-	v.handler.News()
-	v.members.mu.Lock()
-	defer v.members.mu.Unlock()
-	v.reconnect(processOf(n))
+// members is what this process knows about the nodes of the job: who they are, and which of them have ended.
+// A process that returns has the ids of the one before.
+type members struct {
+	cfg *Config
+	// self are the nodes of this process, and id is the first of their ids. They are valid when ready is
+	// closed, and do not change after that.
+	self  []*pspb.Node
+	id    int
+	ready chan struct{} // closed when nodes is complete
+	cores atomic.Bool   // every server and worker on this host has a core (haveCores)
+
+	// mu guards what follows. The van also replaces its map of links, and ends its context, only with mu
+	// held, so that it connects with no process that has ended, and makes no link when it is leaving.
+	mu    sync.Mutex
+	nodes map[int]*pspb.Node
+	first map[uint64]int // id of customer 0 of each process, by incarnation
+	gone  map[int]error  // nodes that have died or left
+	// over says of a node in gone that the scheduler or the node itself has said so. Otherwise this process
+	// knows only that its connection has ended.
+	over    map[int]bool
+	orphan  bool          // the scheduler has left, so there is nobody who knows better
+	leaving bool          // this process leaves the job
+	change  chan struct{} // closed when nodes or gone changes
+	blames  *blames       // a process that takes a place is forgiven
 }
 
-// disconnect ends the link with the process that has had the place of n until now, and waits until the
-// handler has been told of its end.
-func (v *Van) disconnect(n, known *pspb.Node) {
-	l := (*v.links.Load())[int(n.Id)]
-	if l == nil || l.process.Incarnation != known.Incarnation {
-		return
-	}
-	if n.Generation == known.Generation {
-		l.fail(errors.New(n.Gone))
-	} else {
-		l.fail(errReplaced)
-	}
-	<-l.over
-}
-
-// reconnect makes this worker connect with the server p, with which it has no connection: p has taken the
-// place of another process, or the connection has ended although p has not. The worker tries until p has
-// ended. At other nodes, and for other peers, reconnect does nothing. The caller holds mu.
-func (v *Van) reconnect(p Process) {
-	if v.cfg.Role != Worker || RoleOf(p.ID) != Server || !v.members.takesPart(p) || v.members.leaving || v.ctx.Err() != nil {
-		return
-	}
-	n := v.members.nodes[p.ID]
-	v.wg.Go(func() {
-		var wait dial.Backoff
-		for warned := false; ; warned = true {
-			ctx, cancel := context.WithTimeout(v.ctx, v.cfg.StartTimeout)
-			err := v.connect(ctx, n)
-			cancel()
-			if err == nil || v.ctx.Err() != nil {
-				return
-			}
-			if !warned {
-				v.log.Warn("ps: no connection with a server yet", zap.String("node", Name(v.members.id)), zap.Error(err))
-			}
-			dial.Pause(v.ctx, wait.Next(), nil)
+// newMembers returns the members of a job of which this process knows only itself.
+func newMembers(cfg *Config, h Handler) *members {
+	m := &members{cfg: cfg, ready: make(chan struct{}), nodes: make(map[int]*pspb.Node),
+		first: make(map[uint64]int), gone: make(map[int]error), over: make(map[int]bool),
+		change: make(chan struct{})}
+	m.blames = &blames{members: m, handler: h, first: new(sync.Once)}
+	incarnation := rand.Uint64()
+	for i := range cfg.Customers {
+		n := &pspb.Node{Role: pspb.Role(cfg.Role), Hostname: cfg.Host, CustomerId: int32(i),
+			Incarnation: incarnation}
+		if cfg.shares() {
+			n.HostId = cfg.HostID
 		}
-	})
+		if cfg.Rank >= 0 {
+			n.Rank = int32(cfg.Rank + i + 1)
+		}
+		m.self = append(m.self, n)
+	}
+	return m
 }
 
-// connectServers connects this process with the servers that take part in the job and that it has to dial.
-func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	stop := context.AfterFunc(v.ctx, func() { cancel(context.Cause(v.ctx)) })
-	defer stop()
-	var wg sync.WaitGroup
-	late := make(chan error, len(table))
+// leave records that this process leaves the job, and reports whether it has not left before.
+func (m *members) leave() (first bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	first = !m.leaving
+	m.leaving = true
+	return first
+}
+
+// processOf identifies the process of a node.
+func processOf(n *pspb.Node) Process {
+	return Process{ID: int(n.Id), Incarnation: n.Incarnation, Generation: n.Generation}
+}
+
+// nodesOf returns the nodes of a process, ordered by customer.
+func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 	for _, n := range table {
-		if v.members.dials(n) && n.Gone == "" {
-			wg.Go(func() {
-				err := v.connect(ctx, n)
-				if err != nil && isLate(ctx) {
-					err = fmt.Errorf("connect to %s: %w: %w", Name(int(n.Id)), context.Cause(ctx), err)
-					v.blames.blameAll([]Process{processOf(n)}, err)
-					late <- err
-				}
-				if err != nil {
-					cancel(err)
-				}
-			})
+		if n.Incarnation == incarnation {
+			own = append(own, n)
 		}
 	}
-	wg.Wait()
-	select {
-	case err := <-late:
-		return err // it says which server has not answered
-	default:
-	}
-	// Other servers may have to dial this one, and one may have returned meanwhile.
-	var missing []Process
-	if !v.members.await(ctx, func() bool {
-		missing = nil
-		for id, n := range v.members.nodes {
-			if RoleOf(id) == Server && v.members.takesPart(processOf(n)) && !v.reaches(id) {
-				missing = append(missing, processOf(n))
-			}
-		}
-		return len(missing) == 0
-	}) && isLate(ctx) {
-		err := fmt.Errorf("%s has not connected: %w", Name(missing[0].ID), context.Cause(ctx))
-		v.blames.blameAll(missing, err)
-		return err
-	}
-	return context.Cause(ctx)
+	slices.SortFunc(own, func(a, b *pspb.Node) int { return cmp.Compare(a.CustomerId, b.CustomerId) })
+	return own
 }
 
-// connect connects this process with the server n. If the connection ends before the server has answered, the
-// server may have ended: connect tries again until it knows, and then returns nil.
-func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
-	ctx, cancel := context.WithCancel(ctx)
-	var watching sync.WaitGroup
-	defer watching.Wait()
-	defer cancel()
-	p := processOf(n)
-	watching.Go(func() {
-		v.members.await(ctx, func() bool { return !v.members.takesPart(p) })
-		cancel()
-	})
-	var conn net.Conn
-	var r *reader
-	err := dial.Retry(ctx, func() (err error) {
-		conn, r, err = v.endpoint.dialServer(ctx, n)
-		return err
-	})
-	if err == nil {
-		var l *link
-		if l, err = v.addLink([]*pspb.Node{n}, conn, r); err == nil {
-			l.run(r)
-			v.up(l)
-			return nil
-		}
-		conn.Close()
-	}
-	if v.members.isOver(p) {
-		return nil
-	}
-	return err
+// changed wakes those that wait for a change of nodes or gone. The caller holds mu.
+func (m *members) changed() {
+	close(m.change)
+	m.change = make(chan struct{})
 }
 
-// supersede ends the link with a worker that has connected again, because its end of the link has ended. The
-// network may have dropped the news of that.
-func (v *Van) supersede(p Process) {
-	if l := (*v.links.Load())[p.ID]; RoleOf(p.ID) == Worker && l != nil && l.process.Whole() == p {
-		l.fail(errAgain)
-		<-l.over
+// setTable records the table of all nodes, in which the nodes of this process have their ids.
+func (m *members) setTable(table []*pspb.Node) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, n := range table {
+		m.setNode(n)
 	}
-}
-
-// Ended reports whether the scheduler, or the process p itself, has said that p has ended. If only the
-// connection with p has ended, p may live and serve others.
-func (v *Van) Ended(p Process) bool { return v.members.ended(p) }
-
-// Current returns the process that has the place of node id, even if it has ended. Before Start has returned,
-// it may have no incarnation.
-func (v *Van) Current(id int) Process { return v.members.current(id) }
-
-// Gone returns the reason why node id has ended as far as this process knows, or nil.
-func (v *Van) Gone(id int) error { return v.members.goneError(id) }
-
-// Done returns a channel that is closed when the van is stopped or has failed.
-func (v *Van) Done() <-chan struct{} { return v.ctx.Done() }
-
-// Err returns the reason why the van was stopped or has failed, or nil.
-func (v *Van) Err() error { return context.Cause(v.ctx) }
-
-// Evict asks the scheduler to declare the server p dead, for the given reason. It does nothing if the
-// scheduler has declared this process dead before, or p has ended.
-func (v *Van) Evict(p Process, reason error) {
-	l, err := v.link(SchedulerID)
-	if err != nil {
-		return // this van has ended
+	own := nodesOf(table, m.self[0].Incarnation)
+	if len(own) != len(m.self) || len(m.nodes) != 1+m.cfg.NumServers+m.cfg.NumWorkers {
+		return fmt.Errorf("malformed table: it has %d nodes, %d of this process, want %d and %d",
+			len(m.nodes),
+			len(own), 1+m.cfg.NumServers+m.cfg.NumWorkers, len(m.self))
 	}
-	n := &pspb.Node{Role: pspb.Role_SERVER, Id: int32(p.ID), Incarnation: p.Incarnation,
-		Generation: p.Generation, Gone: reason.Error()}
-	// An error means that the scheduler has gone.
-	_ = l.reply(controlMessage(&pspb.Control{Command: pspb.Command_EVICT, Nodes: []*pspb.Node{n}}))
-}
-
-// evict declares a server dead because another one asks for it, on the link l. Requests of a server that was
-// declared dead before are ignored.
-func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
-	if len(nodes) == 0 || s.van.cfg.Replicas == 0 || RoleOf(l.peer) != Server {
-		return
-	}
-	p := processOf(nodes[0])
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if accused, err := s.van.linkTo(p); err == nil && RoleOf(p.ID) == Server && !l.ended() {
-		s.declareDead(accused, fmt.Errorf("%s says: %s", Name(l.peer), nodes[0].Gone))
-	}
-}
-
-// declareDead ends the link with a process because of err. It tells the process first, because the process
-// may be alive, for example if it was stopped.
-func (s *scheduler) declareDead(l *link, err error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.end != nil || l.aborted != nil {
-		return
-	}
-	l.aborted = err
-	s.van.wg.Go(func() {
-		defer l.conn.Close()
-		// The time limit also ends a write in progress. Without a message the process does not learn the
-		// reason.
-		_ = l.conn.SetWriteDeadline(time.Now().Add(verdictTime))
-		l.writing.Lock()
-		defer l.writing.Unlock()
-		if l.writer.err == nil && len(l.writer.rest) == 0 {
-			_ = writeMessage(l.conn, controlMessage(&pspb.Control{Command: pspb.Command_LOST,
-				Nodes: s.van.members.dead(l.process, err)}))
-		}
-	})
-}
-
-// IsRecovery reports whether this process has taken the place of one that has ended. If the old process has
-// ended before all nodes have met (Config.Meets), the new one takes part from the beginning, and IsRecovery
-// returns false.
-func (v *Van) IsRecovery() bool { return v.members.self[0].IsRecovery }
-
-// AwaitReturn waits until node id takes part in the job and is connected with this process, if the two have a
-// connection. It returns an error if ctx ends first, or the van.
-func (v *Van) AwaitReturn(ctx context.Context, id int) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	stop := context.AfterFunc(v.ctx, func() { cancel(context.Cause(v.ctx)) })
-	defer stop()
-	if !v.members.await(ctx, func() bool { return v.ctx.Err() == nil && v.members.gone[id] == nil && v.reaches(id) }) {
-		return context.Cause(ctx)
-	}
+	m.self, m.id = own, int(own[0].Id)
+	m.cores.Store(m.haveCores())
+	close(m.ready)
 	return nil
 }
 
-// reaches reports whether this process is connected with node id, or never is. The caller holds mu.
-func (v *Van) reaches(id int) bool {
-	if v.cfg.Role == RoleOf(id) && !v.members.neighbour(id) {
-		return true
+// setNode records the node n. The caller holds mu.
+func (m *members) setNode(n *pspb.Node) {
+	id := int(n.Id)
+	if old := m.nodes[id]; old != nil && m.first[old.Incarnation] == id {
+		delete(m.first, old.Incarnation)
 	}
-	l := (*v.links.Load())[id]
-	return l != nil && !isClosed(l.done) && l.process.Incarnation == v.members.nodes[id].GetIncarnation()
-}
-
-// replace gives a process the place of one that has ended. If there is none, it waits until all processes
-// that might have ended have shown that they are alive.
-func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
-	a *applicant) (nodes []*pspb.Node, err error) {
-	v := s.van
-	if v.cfg.Staleness >= 0 {
-		return nil, errors.New("all nodes have registered, and in a job with a clock none can return")
+	m.nodes[id] = n
+	if n.CustomerId == 0 {
+		m.first[n.Incarnation] = id
 	}
-	for began, late := v.timing.now(), false; ; {
-		v.members.mu.Lock()
-		nodes, change := s.takePlace(hello, late), v.members.change
-		v.members.mu.Unlock()
-		switch {
-		case nodes != nil:
-			s.forget(nodes)
-			return nodes, nil
-		case late:
-			n := len(Members(groupOf(hello.Nodes[0].Role), v.cfg.NumServers, v.cfg.NumWorkers))
-			return nil, tooMany(hello, n, n)
-		}
-		dial.Pause(ctx, v.timing.interval(), change)
-		switch {
-		case ctx.Err() != nil:
-			return nil, ErrStopped
-		case isClosed(a.lost):
-			return nil, a.err
-		}
-		late = s.allAlive(hello.Nodes[0].Role, began)
+	delete(m.gone, id)
+	m.over[id] = n.Gone != ""
+	switch n.Gone {
+	case "":
+	case ErrLeft.Error():
+		m.gone[id] = ErrLeft
+	default:
+		m.gone[id] = errors.New(n.Gone)
 	}
 }
 
-// takePlace gives a process the place of one with the same role and number of nodes, which has ended. If the
-// process wants a rank, it gets the place of another rank only if any is set. If there is no place, takePlace
-// returns nil. The caller holds the van's mu.
-func (s *scheduler) takePlace(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
-	v, first := s.van, hello.Nodes[0]
-	for _, id := range Members(groupOf(first.Role), v.cfg.NumServers, v.cfg.NumWorkers) {
-		old := v.members.nodes[id]
-		l := (*v.links.Load())[id]
-		own := nodesOf(slices.Collect(maps.Values(v.members.nodes)), old.Incarnation)
-		if old.CustomerId != 0 || v.members.gone[id] == nil || l != nil && !isClosed(l.over) ||
-			len(own) != len(hello.Nodes) || !any && first.Rank > 0 && Rank(id) != int(first.Rank)-1 {
+// table returns the records of all nodes. Those that have ended say so.
+func (m *members) table() (all []*pspb.Node) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id := range m.nodes {
+		all = append(all, m.record(id))
+	}
+	slices.SortFunc(all, func(a, b *pspb.Node) int { return cmp.Compare(a.Id, b.Id) })
+	return all
+}
+
+// record returns a copy of the record of a node, with the reason of its end. The caller holds mu.
+func (m *members) record(id int) *pspb.Node {
+	n := proto.CloneOf(m.nodes[id])
+	if err := m.gone[id]; err != nil {
+		n.Gone = err.Error()
+	}
+	return n
+}
+
+// recordEnd records that the connection with a process has ended because of err, and whether the process
+// itself has said that it ends. It returns the records of its nodes, of which there are none if another one
+// has taken its place, and whether this process leaves the job.
+func (m *members) recordEnd(p Process, said bool, err error) (ended []*pspb.Node, leaving bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id, n := range m.nodes {
+		if n.Incarnation != p.Incarnation {
 			continue
 		}
-		s.generation++
-		for i, n := range hello.Nodes {
-			n.Id, n.Generation = own[i].Id, s.generation
-			n.IsRecovery = s.met.Load() || !hello.Meets
-			v.members.setNode(n)
+		if m.gone[id] == nil {
+			m.gone[id] = err
 		}
-		v.blames.forgive()
-		v.members.changed()
-		return hello.Nodes
+		ended = append(ended, m.record(id))
+		m.over[id] = m.over[id] || said || m.orphan
 	}
-	return nil
+	m.changed()
+	return nodesOf(ended, p.Incarnation), m.leaving
 }
 
-// allAlive reports whether all processes with the given role have shown since the time began that they have
-// not ended. A message may have been on its way for the time of a heartbeat.
-func (s *scheduler) allAlive(role pspb.Role, began time.Duration) bool {
-	v := s.van
-	seen := began + max(v.cfg.HeartbeatInterval, aliveTime)
-	if !v.timing.beats() {
-		return v.timing.now() > seen
-	}
-	links := *v.links.Load()
-	for _, id := range Members(groupOf(role), v.cfg.NumServers, v.cfg.NumWorkers) {
-		l := links[id]
-		if l == nil { // it has registered a moment ago
+// takesPart reports whether neither the scheduler nor the process itself has said that it has ended. The
+// caller holds mu.
+func (m *members) takesPart(p Process) bool {
+	n := m.nodes[p.ID]
+	return n != nil && n.Incarnation == p.Incarnation && !m.over[p.ID]
+}
+
+// await waits until cond, which is called with mu held, returns true. It returns false if ctx ends first.
+func (m *members) await(ctx context.Context, cond func() bool) bool {
+	for {
+		m.mu.Lock()
+		ok, change := cond(), m.change
+		m.mu.Unlock()
+		if ok {
+			return true
+		}
+		select {
+		case <-change:
+		case <-ctx.Done():
 			return false
 		}
-		if !isClosed(l.over) && (isClosed(l.done) || time.Duration(l.heard.Load()) < seen) {
-			return false
+	}
+}
+
+// awaitPeer returns the nodes of the table that a peer has if it is the worker or the server with a range in
+// common that it says. The news that it has taken the place of another one may still be on the way.
+func (m *members) awaitPeer(ctx context.Context, claimed []*pspb.Node) (own []*pspb.Node) {
+	ctx, cancel := context.WithTimeout(ctx, newsTime)
+	defer cancel()
+	m.await(ctx, func() bool {
+		own = nil
+		for _, n := range claimed {
+			id := int(n.Id)
+			known := m.nodes[id]
+			if n.Incarnation == claimed[0].Incarnation && (RoleOf(id) == Worker || m.neighbour(id)) &&
+				known != nil && known.Incarnation == n.Incarnation && !m.over[id] {
+				own = append(own, known)
+			}
+		}
+		return len(own) == len(claimed)
+	})
+	if len(own) != len(claimed) {
+		return nil
+	}
+	return own
+}
+
+// dead returns the records of the nodes of a process, which say that it is dead because of err.
+func (m *members) dead(p Process, err error) (nodes []*pspb.Node) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id, n := range m.nodes {
+		if n.Incarnation == p.Incarnation {
+			r := m.record(id)
+			r.Gone = err.Error()
+			nodes = append(nodes, r)
 		}
 	}
+	return nodesOf(nodes, p.Incarnation)
+}
+
+// died returns the node with the lowest id that has died, as a process, and the reason. If there is none, the
+// process has no id. A scheduler that leaves before the others does so because of such a node.
+func (m *members) died() (p Process, why error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id, err := range m.gone {
+		if n := m.nodes[id]; err != ErrLeft && id != SchedulerID && n != nil && (p.ID == 0 || id < p.ID) {
+			p, why = processOf(n), err
+		}
+	}
+	return p, why
+}
+
+// lookUp reports whether the job has node id, and the reason why it has ended, or nil.
+func (m *members) lookUp(id int) (known bool, gone error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.nodes[id] != nil, m.gone[id]
+}
+
+// goneErrors returns the reasons why nodes have ended, by id.
+func (m *members) goneErrors() map[int]error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return maps.Clone(m.gone)
+}
+
+// restore records that this process is connected with node id again, and reports whether that was gone
+// although nobody has said that it has ended. The caller holds mu.
+func (m *members) restore(id int) bool {
+	if m.gone[id] == nil || m.over[id] {
+		return false
+	}
+	delete(m.gone, id)
 	return true
 }
 
-// forget drops what concerns the process that has had a place before.
-func (s *scheduler) forget(nodes []*pspb.Node) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	maps.DeleteFunc(s.withdrawn, func(place [2]int, _ int64) bool {
-		return slices.ContainsFunc(nodes, func(n *pspb.Node) bool { return int(n.Id) == place[1] })
-	})
-}
-
-// groupOf returns the group of all nodes with a role.
-func groupOf(r pspb.Role) int {
-	if r == pspb.Role_SERVER {
-		return GroupServers
+// schedulerLeft records that nobody will say any more which nodes have ended.
+func (m *members) schedulerLeft() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.orphan = true
+	for id := range m.gone {
+		m.over[id] = true
 	}
-	return GroupWorkers
 }
 
-func isClosed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
+// isOver reports whether the scheduler or the process itself has said that it has ended.
+func (m *members) isOver(p Process) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return !m.takesPart(p)
+}
+
+// hear returns the node whose place n, of which the scheduler says something, has or takes, and whether that
+// is news. If it is, this process does not connect with the known process again.
+func (m *members) hear(n *pspb.Node) (known *pspb.Node, fresh bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	known = m.nodes[int(n.Id)]
+	if known == nil || n.Generation < known.Generation || n.Generation == known.Generation && n.Gone == "" {
+		return known, false
+	}
+	m.over[int(n.Id)] = true
+	return known, true
+}
+
+// update records what the scheduler says of the nodes of a process.
+func (m *members) update(nodes []*pspb.Node) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, n := range nodes {
+		if m.nodes[int(n.Id)] != nil {
+			m.setNode(n)
+		}
+	}
+	m.cores.Store(m.haveCores()) // a process may return on another host
+	if nodes[0].Gone == "" {
+		m.blames.forgive()
+	}
+	m.changed()
+}
+
+// ended does the work of Van.Ended.
+func (m *members) ended(p Process) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	n := m.nodes[p.ID]
+	return n != nil && (n.Generation > p.Generation || n.Generation == p.Generation && m.over[p.ID])
+}
+
+// current does the work of Van.Current.
+func (m *members) current(id int) Process {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if n := m.nodes[id]; n != nil {
+		return processOf(n)
+	}
+	return Process{ID: id}
+}
+
+// goneError does the work of Van.Gone.
+func (m *members) goneError(id int) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.gone[id]
+}
+
+// processes does the work of Van.Processes.
+func (m *members) processes(group int) (ids []int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, id := range Members(group, m.cfg.NumServers, m.cfg.NumWorkers) {
+		if first := m.first[m.nodes[id].GetIncarnation()]; !slices.Contains(ids, first) {
+			ids = append(ids, first)
+		}
+	}
+	return ids
+}
+
+// nodeOf returns the id of a customer of the process with the first id peer.
+func (m *members) nodeOf(peer int, customer int32) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	first := m.nodes[peer]
+	for id, n := range m.nodes {
+		if n.Incarnation == first.Incarnation && n.CustomerId == customer {
+			return id
+		}
+	}
+	return peer
+}
+
+// firstOf returns the first id of the process that has the node id.
+func (m *members) firstOf(id int) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.first[m.nodes[id].GetIncarnation()]
+}
+
+// goneNode returns the record of a node if it has died or left, else nil.
+func (m *members) goneNode(id int) *pspb.Node {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.gone[id] == nil {
+		return nil
+	}
+	return m.record(id)
+}
+
+// dials reports whether this process connects with the node n by dialing it. Workers dial servers. If there
+// are replicas, a server dials the servers of the next and the previous rank that have joined the job before
+// it, and of those with which the job has started the ones with a higher rank.
+func (m *members) dials(n *pspb.Node) bool {
+	if n.Role != pspb.Role_SERVER || m.cfg.Role != Server {
+		return n.Role == pspb.Role_SERVER
+	}
+	own := m.self[0]
+	return m.neighbour(int(n.Id)) && (n.Generation < own.Generation ||
+		n.Generation == own.Generation && n.Id > own.Id)
+}
+
+// neighbour reports whether this server and node id are servers that have a range of keys in common.
+func (m *members) neighbour(id int) bool {
+	if m.cfg.Replicas == 0 || m.cfg.Role != Server || RoleOf(id) != Server || id == m.id {
 		return false
 	}
+	between := (Rank(id) - Rank(m.id) + m.cfg.NumServers) % m.cfg.NumServers
+	return between == 1 || between == m.cfg.NumServers-1
 }
 
-// announce tells all other nodes that a process has taken a place.
-func (s *scheduler) announce(nodes []*pspb.Node) {
-	if nodes[0].Generation > 0 {
-		s.broadcast(pspb.Command_ADD_NODE, nodes)
+// haveCores reports whether every server and worker on this host has a core, so that one that polls does not
+// delay another one. The caller holds mu.
+func (m *members) haveCores() bool {
+	n := 0
+	for _, id := range m.first {
+		if id != SchedulerID && m.nodes[id].HostId == m.cfg.HostID {
+			n++
+		}
 	}
+	return !ops.Oversubscribed(n, runtime.NumCPU())
 }

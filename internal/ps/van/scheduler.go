@@ -470,32 +470,3 @@ func (s *scheduler) broadcast(command pspb.Command, nodes []*pspb.Node) {
 		}
 	}
 }
-
-// Barrier waits until all nodes of the group have called Barrier, or until ctx ends. If a node of the group
-// has died or left, the error says so. customer is the number of the node in this process. The node must be
-// in the group. A group of one node needs no barrier.
-func (v *Van) Barrier(ctx context.Context, customer, group int) error {
-	if len(Members(group, v.cfg.NumServers, v.cfg.NumWorkers)) == 1 && slices.Contains(v.IDs(), group) {
-		return nil
-	}
-	return v.ask(ctx, fmt.Sprintf("barrier of group %d", group), customer,
-		&pspb.Control{Command: pspb.Command_BARRIER, BarrierGroup: int32(group)})
-}
-
-// ask sends a control message of a node of this process to the scheduler, and waits for the answer until ctx
-// ends. Then the node withdraws.
-func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
-	l, err := v.link(SchedulerID)
-	if err == nil {
-		err = v.calls.ask(ctx, l, customer, c)
-	}
-	if err == nil || err == ErrStopped {
-		return err
-	}
-	if errors.Is(err, ErrLeft) {
-		if p, why := v.members.died(); p.ID != 0 {
-			err = nodeError(p.ID, why)
-		}
-	}
-	return fmt.Errorf("%s: %w", what, err)
-}

@@ -43,119 +43,9 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
-	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/trace"
 )
-
-// Config is the configuration of a Van.
-type Config struct {
-	// Role is the role of this process. NumWorkers and NumServers are the size of the job, which must be the
-	// same at all nodes.
-	Role                   Role
-	NumWorkers, NumServers int
-	// Customers is the number of workers in this process. It is at least 1, and 1 for other roles.
-	Customers int
-	// Rank is the rank that the first node of this process wants, or -1.
-	Rank int
-	// Root is the address of the scheduler, host:port. The scheduler listens there, or on Listen if that is
-	// not empty.
-	Root string
-	// Host is the name or address under which other hosts reach a server. Listen is the address on which a
-	// server listens, host:port.
-	Host, Listen string
-	// Staleness is the number of iterations by which a worker may be ahead of the slowest one, or -1 if there
-	// is no bound. It must be the same at all nodes.
-	Staleness int
-	// Meets says that the caller enters a barrier of all nodes next, unless IsRecovery is true.
-	Meets bool
-	// Replicas is the number of further servers that have the values of each key, 0 or 1. It must be the same
-	// at all nodes.
-	Replicas int
-	// Secret is the secret of the job.
-	Secret secret.Secret
-	// StartTimeout is the time limit of Start.
-	StartTimeout time.Duration
-	// HeartbeatInterval is the time between two heartbeats, and HeartbeatTimeout the time without a message
-	// after which a node is dead. HeartbeatTimeout is also the time without an acknowledgement after which
-	// the connection between a worker and a server has failed. If either is 0, no node dies of silence.
-	HeartbeatInterval, HeartbeatTimeout time.Duration
-	// Resend makes the van send messages again that were not acknowledged for ResendTimeout.
-	Resend        bool
-	ResendTimeout time.Duration
-	// HostID identifies the memory of this host. A worker and a server with the same HostID use a Unix
-	// connection and shared memory. They do not if it is empty, or with encryption or Resend.
-	HostID string
-	// WaterMark is the maximum number of unanswered requests to a node.
-	WaterMark int
-	// Verbose is 1 to log connections, and 2 to log every message.
-	Verbose int
-	// Log receives the log. It may be nil.
-	Log *zap.Logger
-	// Faults injects faults, for tests. For each message from a node it calls deliver any number of times. It
-	// is called by one goroutine for each pair of processes.
-	Faults func(from, to Process, m *Message, deliver func(*Message) error) error
-}
-
-// Process identifies a process of the job, or a connection with it. A process that takes the place of another
-// one has the same id and another incarnation.
-type Process struct {
-	// ID is the id of the process's first node.
-	ID          int
-	Incarnation uint64
-	// Generation is higher than that of the processes that have had the same ids before.
-	Generation uint64
-	// Connection is the number of a connection of this process with the process, or 0 for any connection. The
-	// sender of a message and the receiver of a request have a number, others do not.
-	Connection uint64
-}
-
-// Whole returns the process with any connection.
-func (p Process) Whole() Process {
-	p.Connection = 0
-	return p
-}
-
-// Handler receives what happens at a node. Its methods must not wait for messages of other nodes.
-type Handler interface {
-	// Receive handles a message of the process from, which belongs to the handler from then on. There is one
-	// call at a time for each process.
-	Receive(from Process, m *Message)
-	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier or
-	// have requests to it, or before such a request. It is called once, for the first such node, and the
-	// calls that fail because of it return only after that. If the job does not start because nodes have not
-	// registered, failed has these nodes, whose incarnations are not known.
-	Blame(failed []Process, err error)
-	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
-	// another process takes its place.
-	Lost(id int, err error)
-	// Restored is called when the connection with a process that had ended for this one works again.
-	Restored(p Process)
-	// News is called when a connection has been made or has ended, or a process has ended.
-	News()
-	// Tick is called regularly.
-	Tick(now time.Time)
-}
-
-// NodeError reports that a node has died or left the job.
-type NodeError struct {
-	// ID is the id of the node.
-	ID int
-	// Err is the reason.
-	Err error
-}
-
-func (e *NodeError) Error() string { return Name(e.ID) + " is gone: " + e.Err.Error() }
-
-func (e *NodeError) Unwrap() error { return e.Err }
-
-// ErrStopped is the error of calls after Stop.
-var ErrStopped = errors.New("this node has been finalized")
-
-// LimitError reports that a message is longer than a peer would accept, or than the queue has room for.
-type LimitError struct{ text string }
-
-func (e *LimitError) Error() string { return e.text }
 
 // Van is the connection of this process with the other nodes of its job.
 type Van struct {
@@ -262,7 +152,7 @@ func (v *Van) Stats() trace.Node {
 	s := trace.Node{Name: v.cfg.Role.String(), Role: v.cfg.Role.String()}
 	select {
 	case <-v.members.ready:
-		s.Name, s.Returned = Name(v.members.id), v.members.self[0].Generation > 0
+		s.Name, s.Returned = Name(v.ID()), v.members.self[0].Generation > 0
 	default: // it has no rank yet
 	}
 	for _, id := range slices.Sorted(maps.Keys(links)) {
@@ -296,7 +186,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 	}
 	for _, n := range nodes {
 		if old := links[int(n.Id)]; old != nil && !isClosed(old.over) {
-			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.members.id))
+			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.ID()))
 		}
 		links[int(n.Id)] = l
 		l.restored = v.members.restore(int(n.Id)) || l.restored
@@ -310,7 +200,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 	v.links.Store(&links)
 	v.members.changed()
 	if v.cfg.Verbose > 0 {
-		v.log.Info("ps: connected", zap.String("node", Name(v.members.id)), zap.String("with", Name(l.peer)))
+		v.log.Info("ps: connected", zap.String("node", Name(v.ID())), zap.String("with", Name(l.peer)))
 	}
 	return l, nil
 }
@@ -318,7 +208,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 // up tells the handler of a new link.
 func (v *Van) up(l *link) {
 	if l.restored {
-		v.log.Info("ps: connected again", zap.String("node", Name(v.members.id)), zap.String("with", Name(l.peer)))
+		v.log.Info("ps: connected again", zap.String("node", Name(v.ID())), zap.String("with", Name(l.peer)))
 		v.handler.Restored(l.process)
 	}
 	v.handler.News()
@@ -340,7 +230,7 @@ func (v *Van) link(id int) (*link, error) {
 		return nil, &NodeError{id, errors.New("it has returned, and is not connected yet")}
 	case known:
 		return nil, fmt.Errorf("%s has no connection with %s: only the scheduler is connected with all nodes",
-			Name(v.members.id), Name(id))
+			Name(v.ID()), Name(id))
 	}
 	return nil, fmt.Errorf("the job has no node with the id %d", id)
 }
@@ -441,245 +331,12 @@ func (v *Van) Answered(to Process) {
 	}
 }
 
-// loop delivers a message that this process has sent to itself.
-func (v *Van) loop(l *link, m *Message) {
-	c := m.Clone()
-	m.Drop()
-	if err := v.arrive(l, c); err != nil {
-		v.log.Warn("ps: a message to this node is malformed", zap.Error(err))
-	}
-}
-
-// arrive handles a message that has arrived and is not a duplicate.
-func (v *Van) arrive(l *link, m *Message) error {
-	c := m.Header.Control
-	if c == nil {
-		v.handler.Receive(l.process, m)
-		return nil
-	}
-	defer m.Release()
-	switch c.Command {
-	case pspb.Command_ACK:
-		l.acked(c.Acks)
-	case pspb.Command_HEARTBEAT:
-		switch {
-		case v.sched == nil:
-		case m.Header.Request: // an answer says that the sender takes part in the job
-			entry{l, m.Header.CustomerId, c.Barrier}.answer("", nil)
-		default:
-			l.heartbeat()
-		}
-	case pspb.Command_TERMINATE:
-		l.mu.Lock()
-		if len(c.Nodes) > 0 && c.Nodes[0].Gone != "" {
-			l.failure = errors.New(c.Nodes[0].Gone)
-		} else {
-			l.left = true
-		}
-		l.mu.Unlock()
-	case pspb.Command_BARRIER, pspb.Command_CLOCK:
-		switch {
-		case !m.Header.Request:
-			if v.sched == nil {
-				v.learn(c.Nodes)
-			}
-			v.calls.answer(m.Header)
-		case v.sched == nil:
-		case c.Command == pspb.Command_CLOCK:
-			v.sched.clock(l, m.Header)
-		default:
-			v.sched.enter(l, m.Header)
-		}
-	case pspb.Command_RELEASE:
-		l.own.released(c.Blocks)
-	case pspb.Command_UNMAP:
-		l.theirs.free(c.Blocks)
-	case pspb.Command_EVICT:
-		if v.sched != nil {
-			v.sched.evict(l, c.Nodes)
-		}
-	case pspb.Command_LOST, pspb.Command_ADD_NODE:
-		if l.peer != SchedulerID {
-			break
-		}
-		if n := c.Nodes; len(n) > 0 && n[0].Incarnation == v.members.self[0].Incarnation && n[0].Gone != "" {
-			return &NodeError{v.members.id, errors.New("the scheduler has declared it dead: " + n[0].Gone)}
-		}
-		v.learn(c.Nodes)
-	default:
-		v.log.Warn("ps: dropped an unknown message", zap.String("from", Name(l.peer)),
-			zap.Int32("command", int32(c.Command)))
-	}
-	return nil
-}
-
-// linkEnded handles the end of a link because of err, for which the process culprit is to blame.
-func (v *Van) linkEnded(l *link, culprit Process, left bool, err error) {
-	l.mu.Lock()
-	said := left || l.failure != nil // the process has said that it ends
-	l.mu.Unlock()
-	ended, leaving := v.members.recordEnd(l.process, said, err)
-	if leaving {
-		return
-	}
-	if v.cfg.Verbose > 0 || !left {
-		v.log.Info("ps: a connection has ended", zap.String("node", Name(v.members.id)),
-			zap.String("with", Name(l.peer)), zap.Error(err))
-	}
-	switch {
-	case v.sched != nil:
-		v.sched.lost(ended, left, err)
-	case l.peer == SchedulerID:
-		v.schedulerGone(culprit, left, err)
-	case v.cfg.Role == Server && RoleOf(l.peer) == Server && !left &&
-		v.members.self[0].Generation <= l.process.Generation:
-		// The older server has the values, and the other one perhaps not yet. So the younger one lets the
-		// older one accuse it.
-		v.Evict(l.process, fmt.Errorf("its connection with %s has ended: %w", Name(v.members.id), err))
-	}
-	v.handler.Lost(l.peer, nodeError(l.peer, err))
-	v.handler.News()
-}
-
-// nodeError returns the error of a request to a node that is gone because of err. If this van has failed, the
-// node may be alive, and the error says why the van has failed.
-func nodeError(id int, err error) error {
-	if failed, ok := errors.AsType[*NodeError](err); ok {
-		return failed
-	}
-	return &NodeError{id, err}
-}
-
-// schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
-// nodes can go on without barriers. If it has died, the job has failed. If it has declared this process dead,
-// which is p then, this process has failed.
-func (v *Van) schedulerGone(p Process, left bool, why error) {
-	if failed, reason := v.members.died(); failed.ID != 0 && left {
-		p, why = failed, reason
-	}
-	err := nodeError(p.ID, why)
-	if v.calls.any() {
-		v.blames.blame(p, why)
-	}
-	v.calls.fail(err)
-	if left {
-		v.members.schedulerLeft()
-		return
-	}
-	v.members.mu.Lock() // so that addLink makes no link that nobody ends
-	v.cancel(err)
-	v.members.mu.Unlock()
-	for _, l := range *v.links.Load() {
-		l.fail(err)
-	}
-}
-
-// Dead returns the ids of the nodes that have died, or from which no message came for the time timeout: at
-// the scheduler of all workers and servers, at other nodes that of the scheduler and those that the scheduler
-// has declared dead. A node that has sent nothing yet is silent since it has connected. If timeout is 0, Dead
-// returns nil.
-func (v *Van) Dead(timeout time.Duration) (dead []int) {
-	if timeout <= 0 {
-		return nil
-	}
-	gone := v.members.goneErrors()
-	for id, err := range gone {
-		if err != ErrLeft {
-			dead = append(dead, id)
-		}
-	}
-	for id, l := range *v.links.Load() {
-		if l.silent() > timeout && gone[id] == nil && l.conn != nil && (v.sched != nil || id == SchedulerID) {
-			dead = append(dead, id)
-		}
-	}
-	slices.Sort(dead)
-	return dead
-}
-
-// tick does what time requires until the van is stopped: heartbeats, resending, and noticing silent nodes.
-func (v *Van) tick() {
-	ticker := time.NewTicker(v.timing.interval())
-	defer ticker.Stop()
-	var beaten, checked time.Duration
-	ticked := v.timing.now()
-	for {
-		select {
-		case now := <-ticker.C:
-			if late := v.timing.stopped(ticked); late > 0 {
-				v.excuse(late)
-			}
-			ticked = v.timing.now()
-			check := v.timing.now()-checked >= dial.CheckPeriod(v.cfg.HeartbeatTimeout)
-			if check {
-				checked = v.timing.now()
-			}
-			if v.timing.beats() {
-				beat := v.timing.now()-beaten >= v.cfg.HeartbeatInterval
-				if beat {
-					beaten = v.timing.now()
-				}
-				v.heartbeat(beat)
-			}
-			for id, l := range *v.links.Load() {
-				if v.reliable && l.conn != nil {
-					l.resend(now)
-				}
-				// The goroutine that reads may be in a handler that takes long.
-				if lazy, held := l.lazy.Swap(false), l.held.Swap(false); lazy || held {
-					l.notify()
-				}
-				if check && id == l.peer {
-					l.checkSilence(now)
-				}
-			}
-			v.handler.Tick(now)
-		case <-v.ctx.Done():
-			return
-		}
-	}
-}
-
-// heartbeat ends links that have been silent for too long and, if beat is set, sends a heartbeat to the
-// scheduler. The scheduler answers heartbeats.
-func (v *Van) heartbeat(beat bool) {
-	for id, l := range *v.links.Load() {
-		if l.conn == nil || v.sched == nil && id != SchedulerID {
-			continue
-		}
-		if v.sched == nil && beat {
-			l.heartbeat()
-		}
-		silent := l.silent()
-		if silent <= v.cfg.HeartbeatTimeout {
-			continue
-		}
-		err := &silenceError{silent, v.cfg.HeartbeatTimeout}
-		if v.sched != nil {
-			v.sched.declareDead(l, err)
-		} else {
-			// The scheduler may live: it declares this node dead if the network between the two has failed.
-			l.abort(fmt.Errorf("%w: it has failed, or the network between it and %s has", err, Name(v.members.id)))
-		}
-	}
-}
-
-// excuse makes a time not count in which this process has read nothing. It may have read messages since, so
-// that less time than that counts.
-func (v *Van) excuse(t time.Duration) {
-	for id, l := range *v.links.Load() {
-		if id == l.peer {
-			l.excused.Add(int64(min(t, l.silent())))
-		}
-	}
-}
-
 // verbose logs a message if cfg.Verbose says so.
 func (v *Van) verbose(what string, peer int, m *Message) {
 	if v.cfg.Verbose < 2 {
 		return
 	}
-	v.log.Info("ps: "+what, zap.String("node", Name(v.members.id)), zap.String("peer", Name(peer)),
+	v.log.Info("ps: "+what, zap.String("node", Name(v.ID())), zap.String("peer", Name(peer)),
 		zap.Stringer("header", m.Header), zap.Int("bytes", m.Bytes()))
 }
 
@@ -746,3 +403,25 @@ func (v *Van) close(err error) {
 		v.unwatch()
 	}
 }
+
+// Ended reports whether the scheduler, or the process p itself, has said that p has ended. If only the
+// connection with p has ended, p may live and serve others.
+func (v *Van) Ended(p Process) bool { return v.members.ended(p) }
+
+// Current returns the process that has the place of node id, even if it has ended. Before Start has returned,
+// it may have no incarnation.
+func (v *Van) Current(id int) Process { return v.members.current(id) }
+
+// Gone returns the reason why node id has ended as far as this process knows, or nil.
+func (v *Van) Gone(id int) error { return v.members.goneError(id) }
+
+// Done returns a channel that is closed when the van is stopped or has failed.
+func (v *Van) Done() <-chan struct{} { return v.ctx.Done() }
+
+// Err returns the reason why the van was stopped or has failed, or nil.
+func (v *Van) Err() error { return context.Cause(v.ctx) }
+
+// IsRecovery reports whether this process has taken the place of one that has ended. If the old process has
+// ended before all nodes have met (Config.Meets), the new one takes part from the beginning, and IsRecovery
+// returns false.
+func (v *Van) IsRecovery() bool { return v.members.self[0].IsRecovery }
