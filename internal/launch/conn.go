@@ -67,8 +67,8 @@ type agentConn struct {
 
 // supervisor decides what follows from what agents say or do. The supervisor's goroutine calls its methods.
 type supervisor interface {
-	// handleReady handles that an agent is ready to start its ranks, and handleRefusal that it cannot be started
-	// or cannot start them.
+	// handleReady handles that an agent is ready to start its ranks, and handleRefusal that it cannot be
+	// started or cannot start them.
 	handleReady(c *agentConn)
 	handleRefusal(c *agentConn, err error)
 	// handleReport handles the report p about the rank k.
@@ -86,8 +86,8 @@ type inbox struct {
 	done  chan struct{} // closed when the supervision has ended
 }
 
-// post makes the supervisor's goroutine call f. If the supervision has ended, post returns false, and f is not
-// called.
+// post makes the supervisor's goroutine call f. If the supervision has ended, post returns false, and f is
+// not called.
 func (b *inbox) post(f func()) bool {
 	select {
 	case b.calls <- f:
@@ -97,8 +97,9 @@ func (b *inbox) post(f func()) bool {
 	}
 }
 
-// agents starts the agents of the hosts and has the connections to them. Its fields belong to the supervisor's
-// goroutine unless noted otherwise. Goroutines that serve connections post to inbox what supervisor is to know.
+// agents starts the agents of the hosts and has the connections to them. Its fields belong to the
+// supervisor's goroutine unless noted otherwise. Goroutines that serve connections post to inbox what
+// supervisor is to know.
 type agents struct {
 	spec       *spec
 	console    *console
@@ -247,7 +248,8 @@ func (a *agents) hostJobs(conns []*agentConn) ([]hostJob, error) {
 			jobs[i].Dir = words{dir}
 		}
 		for _, k := range c.ranks {
-			vars := slices.Concat(a.spec.torchVariables(a.spec.places[k.number]), a.spec.processVariables(k.number))
+			vars := slices.Concat(a.spec.torchVariables(a.spec.places[k.number]),
+				a.spec.processVariables(k.number))
 			if !a.spec.several {
 				vars = append(vars, storeVariables(a.spec.o.StoreAddrs[0])...)
 			}

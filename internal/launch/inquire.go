@@ -56,7 +56,8 @@ func (s *surveys) quit() bool {
 // start starts a survey and passes the reason in why to it. If a survey is in progress, it does nothing.
 func (s *surveys) start(why string) {
 	if s.asking {
-		s.console.verbosef("%s: ignored, because the %s are already being asked for a report", why, s.o.processes())
+		s.console.verbosef("%s: ignored, because the %s are already being asked for a report", why,
+			s.o.processes())
 		return
 	}
 	s.asking = true

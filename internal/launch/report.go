@@ -40,7 +40,8 @@ func (p reporter) failure(res Result) string {
 	}, func(r int) {
 		e := res.Ranks[r]
 		fmt.Fprintf(&b, "  %s: %s%s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			p.ranks[r].title, e.Describe(), p.ranks[r].restarted(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
+			p.ranks[r].title, e.Describe(), p.ranks[r].restarted(), e.Host, e.PID,
+			e.At.Format("2006-01-02 "+clock))
 		lines := p.ranks[r].streams[1].tail.lines
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")

@@ -204,7 +204,8 @@ func (j *job) handleReady(c *agentConn) {
 		j.handleElasticReady(c)
 		return
 	}
-	if j.phase == preparing && !slices.ContainsFunc(j.agents.conns, func(c *agentConn) bool { return !c.ready }) {
+	waits := func(c *agentConn) bool { return !c.ready }
+	if j.phase == preparing && !slices.ContainsFunc(j.agents.conns, waits) {
 		j.begun, j.phase = true, running
 		j.agents.sendAll(order{Begin: true})
 	}
@@ -467,7 +468,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	all := reporter{j.spec, j.ranks}
 	if j.phase == givenUp {
 		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", all.left()))
-		j.agents.cutAll() // the remaining processes keep their output open, so the connections would never end
+		// The remaining processes keep their output open, so the connections would never end.
+		j.agents.cutAll()
 	}
 	result := j.result()
 	if j.cause != nil {
