@@ -7,7 +7,6 @@ import (
 	"strconv"
 	"strings"
 	"sync/atomic"
-	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -176,15 +175,6 @@ func (o *Operation) applyOptions(s *Spec, op tensor.ReduceOp) error {
 		o.Prescale, o.Postscale = s.Prescale, s.Postscale
 	}
 	return nil
-}
-
-// TimeoutOf converts a timeout in seconds to a Duration. 0 stands for the timeout of the settings.
-func TimeoutOf(seconds float64) (time.Duration, error) {
-	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
-		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns",
-			seconds)
-	}
-	return time.Duration(seconds * float64(time.Second)), nil
 }
 
 // add checks the tensor s and adds it to o.

@@ -489,3 +489,20 @@ func (r *Watch) forwardStalls() {
 		cancel()
 	}
 }
+
+// reportVerdict reports to the launcher which ranks failed. The launcher then does not blame ranks that ended
+// only because of this failure. v is the verdict without the ranks and the reason. launcher may be nil. It
+// returns within verdictTimeout.
+func reportVerdict(ctx context.Context, launcher joblink.Link, v joblink.Verdict, p *engine.PeerError) {
+	if launcher == nil {
+		return
+	}
+	v.Reason = p.Reason
+	for _, failed := range p.Ranks {
+		v.Ranks = append(v.Ranks, topo.Rank(failed))
+	}
+	ctx, cancel := context.WithTimeout(ctx, verdictTimeout)
+	defer cancel()
+	// Ignore the error, because the program receives the verdict as the error of its operations.
+	_ = launcher.ReportVerdict(ctx, v)
+}
