@@ -28,7 +28,6 @@ import (
 const (
 	maxHandshakes    = 1024 // maximum number of connections that have not sent their request yet
 	handshakeTimeout = 10 * time.Second
-	answerTimeout    = 5 * time.Second
 	// suspicionTime is how long the root waits after the first report of a failure, because the connection of
 	// a dead rank may be about to end.
 	suspicionTime = 300 * time.Millisecond
