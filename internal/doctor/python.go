@@ -8,10 +8,6 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// AnyPython is the interpreter that is checked if the user names none. Then it may be missing, because Go
-// programs do not need it.
-const AnyPython = "python3"
-
 const (
 	libgohvdName = "libgohvd"
 	libgohvdFix  = "install gohvd from a wheel, build the library in the checkout (make libgohvd), or give its path with " +

@@ -243,3 +243,7 @@ func (t *tail) Write(b []byte) (int, error) {
 	}
 	return len(b), nil
 }
+
+// AnyPython is the interpreter that is checked if the user names none. Then it may be missing, because Go
+// programs do not need it.
+const AnyPython = "python3"
