@@ -79,7 +79,8 @@ func FuzzNotices(f *testing.F) {
 	f.Add([]byte("\x00\x00\x00\x02{}\x00\x00\x00\x01{"))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
-		j := newJob(&spec{o: &Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, several: true})
+		j := newJob(&spec{several: true,
+			o: &Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}})
 		j.phase, j.begun, j.agents.open = running, true, 1
 		c := &agentConn{host: "h", orders: make(chan order, maxOrders)}
 		for r := range 2 {

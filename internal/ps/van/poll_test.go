@@ -563,8 +563,8 @@ func TestMayPoll(t *testing.T) {
 					host = "elsewhere"
 				}
 				id++
-				v.members.setNode(&pspb.Node{Id: int32(id), Incarnation: uint64(i + 1), CustomerId: int32(customer),
-					HostId: host})
+				v.members.setNode(&pspb.Node{Id: int32(id), Incarnation: uint64(i + 1),
+					CustomerId: int32(customer), HostId: host})
 			}
 		}
 		if got := v.members.haveCores(); got != c.want {

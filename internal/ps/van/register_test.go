@@ -82,7 +82,8 @@ func registerHung(t *testing.T, root string, ln net.Listener) (net.Conn, *reader
 // answerOf returns the answer to a registration.
 func answerOf(t *testing.T, r *reader) *Message {
 	t.Helper()
-	m, err := (&registration{pulse: pulse{timing: New(config(Server, 1, 1, ""), ignore{}).timing}}).readAnswer(r)
+	w := &registration{pulse: pulse{timing: New(config(Server, 1, 1, ""), ignore{}).timing}}
+	m, err := w.readAnswer(r)
 	if err != nil {
 		t.Fatal(err)
 	}
