@@ -176,23 +176,6 @@ func TestKillOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// One host cannot reach the store. hvdrun's error has the addresses that the host has tried.
-func TestStoreOutOfReach(t *testing.T) {
-	t.Parallel()
-	hosts := testnet.NewHosts(t, 2)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{1, 1}, false), "--agent", enterHost,
-		"--network-interfaces", "lo"}, "checked")
-	if status := j.wait(); status != 1 {
-		t.Errorf("hvdrun ended with status %d, want 1", status)
-	}
-	want := regexp.MustCompile(`hvdrun: host ` + hosts[1].Name +
-		`: cannot reach the job's store on the launcher's host, at 127\.0\.0\.1:\d+.*: check for a firewall`)
-	if !want.MatchString(j.err()) {
-		t.Errorf("hvdrun does not say %s", want)
-	}
-	tellJob(t, j)
-}
-
 // The store's host has several addresses. The ranks on all hosts use the address of this host on the route
 // between the hosts. The ranks on the store's own host use it too, so that the others can reach them.
 func TestAddressBetweenTheHosts(t *testing.T) {

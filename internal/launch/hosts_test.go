@@ -226,18 +226,6 @@ func TestSignalsOverHosts(t *testing.T) {
 	}
 }
 
-func TestSecondInterruptKillsOverHosts(t *testing.T) {
-	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, Command: []string{self(), "rank", "ignore"}})
-	r.awaitOutput(&r.stdout, "ready", 2)
-	r.signal(unix.SIGINT)
-	r.awaitOutput(&r.stderr, "a second signal kills them", 1)
-	r.interruptAgain()
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
-}
-
 // TestNothingOutlivesTheLauncherOverHosts kills the launcher with SIGKILL. All processes of the ranks must
 // end, including processes in other sessions and processes that ignore signals.
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
@@ -706,36 +694,6 @@ func TestOutputOverHosts(t *testing.T) {
 	}
 	if n := strings.Count(r.stdout.String(), "\n"); n != 900000 {
 		t.Errorf("got %d lines, want 900000", n)
-	}
-}
-
-// TestOutputHeldFromOutsideOverHosts lets a process outside the job inherit the output of a rank and keep it
-// open. The job must end nevertheless.
-func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
-	t.Parallel()
-	file := filepath.Join(t.TempDir(), "later")
-	r := start(t, spec{NP: 1, Hosts: "h1", Command: sh("echo ready; " + laterScript(file) + "echo done")})
-	r.awaitOutput(&r.stdout, "ready", 1)
-	for _, p := range r.processes() {
-		if !p.isAgent() {
-			if f, err := os.OpenFile(fmt.Sprintf("/proc/%d/fd/1", p.pid), os.O_WRONLY, 0); err == nil {
-				defer f.Close()
-			}
-		}
-	}
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if got := r.wait(); got != 0 || !strings.Contains(r.stdout.String(), "<stdout>:done\n") {
-		t.Errorf("got exit status %d and %q, want 0 and all output", got, r.stdout.String())
-	}
-}
-
-func TestTooFewSlots(t *testing.T) {
-	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []launch.Host{{Name: "h1", Slots: 3}},
-		Command: []string{"true"}})
-	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "got 4 ranks, but the hosts have only 3 slots") {
-		t.Errorf("got error %v, want an OptionError", err)
 	}
 }
 

@@ -175,6 +175,8 @@ func TestOptionsThatCannotBe(t *testing.T) {
 		{launch.Options{NP: 3, Command: []string{"true"}, Nodes: nodes}, "number of nodes: got 3, want 4"},
 		{launch.Options{NP: 5, Command: []string{"true"}, Nodes: nodes}, "number of nodes: got 5, want 4"},
 		{launch.Options{NP: 1, Command: []string{"true"}, Nodes: &launch.Nodes{Servers: -1, Workers: 1}}, "-1 servers"},
+		{launch.Options{NP: 4, Command: []string{"true"}, Hosts: []launch.Host{{Name: "h1", Slots: 3}}},
+			"got 4 ranks, but the hosts have only 3 slots"},
 	} {
 		_, err := launch.Run(t.Context(), c.o)
 		if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), c.want) {
