@@ -44,7 +44,7 @@ nightly: check race-all test-mpi test-new-torch test-ray wheel-twice wheel wheel
 # packages that take longest begin first, so that no processor is idle at the end. They mostly wait for processes and
 # time limits, so two more packages are tested at a time than there are processors.
 .PHONY: test
-test: ## go test ./..., which also prints the tests that are skipped, and why
+test: ## go test ./..., which also prints the tests that are skipped, and why, and the slowest ones
 	$(GO) test $(VETTED) -json -p $$(($$(nproc) + 2)) -count 1 -timeout 45m ./internal/pythontest ./internal/e2e ./internal/conformance ./ps ./... | scripts/go-test.py
 
 # Selects the packages that import sync or sync/atomic. In packages without synchronization the race detector
