@@ -18,14 +18,20 @@ import (
 // elasticJob returns a command that runs a program of elastic_ranks.py under hvdrun with flags.
 func elasticJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
-	testnet.NeedTorch(t)
-	return elasticJobOf(t, testnet.Python, flags, program...)
+	return elasticJobOf(t, testnet.Python, "elastic_ranks.py", flags, program...)
 }
 
-// elasticJobOf is elasticJob with an interpreter.
-func elasticJobOf(t *testing.T, interpreter string, flags []string, program ...string) *exec.Cmd {
+// elasticNumpyJob is elasticJob with the programs of elastic_numpy_ranks.py, which do without torch.
+func elasticNumpyJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
-	script := filepath.Join(python(t), "tests", "elastic_ranks.py")
+	return elasticJobOf(t, testnet.Python, "elastic_numpy_ranks.py", flags, program...)
+}
+
+// elasticJobOf is elasticJob with an interpreter and the file of the programs.
+func elasticJobOf(t *testing.T, interpreter, file string, flags []string, program ...string) *exec.Cmd {
+	t.Helper()
+	testnet.NeedTorch(t) // which brings numpy
+	script := filepath.Join(python(t), "tests", file)
 	return launched(t, append(append(flags, "--blacklist-cooldown-range", "1,1", interpreter, script), program...)...)
 }
 
@@ -68,10 +74,10 @@ func TestElasticTorch(t *testing.T) {
 	}
 }
 
-// TestElasticTorchNotice sends SIGTERM to a rank. It leaves, and the others lose no step.
-func TestElasticTorchNotice(t *testing.T) {
+// TestElasticLeave sends SIGTERM to a rank. It leaves, and the others lose no step.
+func TestElasticLeave(t *testing.T) {
 	t.Parallel()
-	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "leave")
+	cmd := elasticNumpyJob(t, []string{"-np", "3", "--min-np", "2"}, "leave")
 	ends(t, cmd, map[string]int{`:done after 2\n`: 2, `has been removed from elastic job\n`: 1,
 		`hvdrun: generation 2: 2 ranks: rank 1 \([^)]*\) leaves: SIGTERM\n`: 1, `hvdrun: generation 3`: 0})
 }
@@ -112,15 +118,15 @@ func BenchmarkElasticTorchVote(b *testing.B) {
 	}
 }
 
-// TestElasticTorchBuilding kills a rank. The others train while the new process makes its model, which ends
+// TestElasticBuilding kills a rank. The others train while the new process makes its model, which ends
 // only when they have made 300 steps.
-func TestElasticTorchBuilding(t *testing.T) {
+func TestElasticBuilding(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
 	if err := unix.Mkfifo(filepath.Join(folder, "pipe"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "2"}, "build", folder)
+	cmd := elasticNumpyJob(t, []string{"-np", "3", "--min-np", "2"}, "build", folder)
 	ends(t, cmd, map[string]int{`:goes on after 300 steps\n`: 1, `:done True\n`: 3,
 		`hvdrun: generation 3: 3 ranks: new: `: 1, `hvdrun: generation 4`: 0})
 }
@@ -128,16 +134,16 @@ func TestElasticTorchBuilding(t *testing.T) {
 // TestElasticDDP kills a rank of a job that trains with gohvd's DistributedDataParallel.
 func TestElasticDDP(t *testing.T) {
 	t.Parallel()
-	cmd := elasticJobOf(t, testnet.NewTorch(t), []string{"-np", "3", "--min-np", "2"}, "ddp")
+	cmd := elasticJobOf(t, testnet.NewTorch(t), "elastic_ranks.py", []string{"-np", "3", "--min-np", "2"}, "ddp")
 	ends(t, cmd, map[string]int{`:done \w+\n`: 3, `hvdrun: generation 2: 2 ranks: rank 1 `: 1,
 		`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4`: 0})
 }
 
-// TestElasticTorchErrors has errors that are not the failure of ranks. They leave the wrapper. The job goes
+// TestElasticErrors has errors that are not the failure of ranks. They leave the wrapper. The job goes
 // on without the rank that has an error of its own.
-func TestElasticTorchErrors(t *testing.T) {
+func TestElasticErrors(t *testing.T) {
 	t.Parallel()
-	cmd := elasticJob(t, []string{"-np", "3", "--min-np", "1"}, "own")
+	cmd := elasticNumpyJob(t, []string{"-np", "3", "--min-np", "1"}, "own")
 	ends(t, cmd, map[string]int{`:left with KeyError\('mine'\)`: 1, `:left with MismatchError`: 3,
 		`hvdrun: generation 2: 2 ranks: rank 1 `: 1})
 }
