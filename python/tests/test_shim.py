@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import programs
 import torch
 from gohvd import basics
 from ranks import RanksTest, hvd
+from shim_functions import fail, place, survive
 
 # The example program from Horovod's documentation, changed only to generate its data.
 PROGRAM = '''
@@ -78,41 +78,6 @@ def more(n):
 if __name__ == "__main__":
     print(horovod.run(more, (1,), num_proc=2))
 '''
-
-
-def place(offset: int, factor: int = 1):
-    """Returns a value that depends on the rank and the arguments. horovod.run calls this function at each rank."""
-    import horovod.torch as ranks_hvd
-
-    ranks_hvd.init()
-    total = ranks_hvd.allreduce(torch.tensor([ranks_hvd.rank() * factor]), op=ranks_hvd.Sum)
-    return ranks_hvd.rank() + offset, ranks_hvd.size(), int(total)
-
-
-def fail():
-    raise KeyError("on purpose")
-
-
-def survive(steps):
-    """Trains for some steps. The first process at the slot 1 dies in the middle."""
-    import horovod.torch as hvd
-
-    hvd.init()
-
-    @hvd.elastic.run
-    def train(state):
-        while state.step < steps:
-            hvd.allreduce(torch.ones(1))
-            state.step += 1
-            if os.environ["HVD_MEMBER"].endswith(":1/1") and state.step == steps // 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            state.commit()
-
-    state = hvd.elastic.TorchState(step=0)
-    train(state)
-    rank = hvd.rank()
-    hvd.shutdown()
-    return rank, state.step
 
 
 class Modules(RanksTest):
