@@ -19,9 +19,9 @@ import (
 
 // TestRepeatedDeviceOperationAllocatesLittle checks that a repeated operation on a device makes at most two
 // small allocations more than one in host memory: its description and the list of its options. It counts the
-// least of many calls, because a call allocates more while the goroutine that ends operations on the device has
-// not given back what the call before it used, and on a busy machine that can be so for a hundred calls. With the
-// race detector, pools of memory drop some of what they are given.
+// least of many calls, because a call allocates more while the goroutine that ends operations on the device
+// has not given back what the call before it used, and on a busy machine that can be so for a hundred calls.
+// With the race detector, pools of memory drop some of what they are given.
 func TestRepeatedDeviceOperationAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		d := openDevice(t, 0)
