@@ -228,15 +228,15 @@ stress: python-programs ## test threads, joins, signals, crashes and workers of 
 			-W error::ResourceWarning -m unittest -v test_core_library test_core_process); \
 	done
 
-# The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case,
-# and TestTorchIsTooOld tells the same with any version, so go test ./... has run them.
+# The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case, so
+# go test ./... has run it.
 TORCH_TESTS    = Torch|OtherLaunchers/torchrun
 TORCH_PACKAGES = ./store ./store/c10d ./internal/bootstrap ./internal/pythontest ./internal/e2e
 
 .PHONY: test-new-torch
 test-new-torch: ## the Go tests with PyTorch, with that of scripts/new-torch.sh
 	python=$$(scripts/new-torch.sh); \
-	TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip 'TorchDistributed|TorchIsTooOld' $(TORCH_PACKAGES)
+	TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip TorchDistributed $(TORCH_PACKAGES)
 
 .PHONY: test-torch2
 test-torch2: python-programs ## test-python also with PyPI's newest torch (some GB) and PYTHONS; writes a part of docs/compatibility.md

@@ -1,8 +1,9 @@
 package pythontest
 
 import (
-	"bytes"
+	"bufio"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -41,64 +42,99 @@ func pythonCommand(t *testing.T, interpreter string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// TestTorchIsTooOld checks that the import of gohvd.torch.distributed says which version of torch it needs.
-func TestTorchIsTooOld(t *testing.T) {
-	testnet.NeedTorch(t)
-	out, err := pythonCommand(t, testnet.Python, "-c",
-		`import torch; torch.__version__ = "2.0.1"; import gohvd.torch.distributed`).CombinedOutput()
-	const want = "ImportError: gohvd.torch.distributed needs torch 2.1 or newer, but torch 2.0.1 is installed"
-	if err == nil || !strings.Contains(string(out), want) {
-		t.Errorf("got %v, want %q in\n%s", err, want, out)
-	}
+// forks is forked.py, whose ranks are forked after the import of torch, which takes longer than most of the
+// tests. It runs one job after the other.
+type forks struct {
+	cmd  *exec.Cmd
+	jobs io.WriteCloser
+	outs *bufio.Reader
 }
 
-// TestTorchDistributedFirstRankDies checks that a rank does not wait for the timeout of the group if the
-// first rank has died before it has said how the ranks meet.
-func TestTorchDistributedFirstRankDies(t *testing.T) {
-	out, err := distributed(t, "-c", `
-import datetime, torch.distributed as dist
-from gohvd.torch.distributed import _job
-store = dist.HashStore()
-store.compare_set("gohvd/meeting 1/first", "", "0")
-assert _job._LONGEST_START == datetime.timedelta(minutes=1)
-_job._LONGEST_START = datetime.timedelta(seconds=0.1)
-_job._meet(store, 1, 2, None, datetime.timedelta(hours=9), False)
-`).CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "rank 0 has begun to make it and not gone on") {
-		t.Errorf("got %v, want an error that names rank 0:\n%s", err, out)
-	}
-}
-
-// forked runs jobs of a module of the Python tests and returns the output of each one. The ranks are forked
-// after the import of torch, which takes longer than most of the tests. A job is the number of its ranks and
-// the arguments of the module. The exit codes of the ranks must be in codes. env has more variables.
-func forked(t *testing.T, env []string, module string, codes []string, jobs ...string) (outs []string) {
+// startForks starts forked.py, which runs until end is called.
+func startForks(t *testing.T) *forks {
 	t.Helper()
-	args := append([]string{filepath.Join(python(t), "tests", "forked.py"), module}, jobs...)
-	cmd := distributed(t, args...)
-	cmd.Env = append(cmd.Env, env...)
-	out, err := cmd.CombinedOutput()
-	rest := string(out)
-	for _, job := range jobs {
-		text, after, _ := strings.Cut(rest, "job "+job+": [")
-		got, after, _ := strings.Cut(after, "]\n")
-		if !slices.Contains(codes, got) {
-			t.Fatalf("%s: %v, exit codes %q of the ranks, want one of %q\n%s", job, err, got, codes, rest)
-		}
-		outs, rest = append(outs, text), after
+	cmd := distributed(t, filepath.Join(python(t), "tests", "forked.py"))
+	jobs, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
 	}
-	return outs
+	outs, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stderr = cmd.Stdout
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	return &forks{cmd, jobs, bufio.NewReader(outs)}
 }
 
-// TestTorchDistributed runs the tests of gohvd.torch.distributed without a launcher, on two ranks in
-// sidecars.
+func (f *forks) end(t *testing.T) {
+	err := f.jobs.Close()
+	rest, _ := io.ReadAll(f.outs)
+	if err := errors.Join(err, f.cmd.Wait()); err != nil {
+		t.Errorf("forked.py: %v\n%s", err, rest)
+	}
+}
+
+// forkedJob is a job of forks. The fields are those of forked.py.
+type forkedJob struct {
+	Module string            `json:"module"`
+	Ranks  int               `json:"ranks"`
+	Args   []string          `json:"args,omitempty"`
+	Env    map[string]string `json:"env,omitempty"`
+	Hosts  [][2]string       `json:"hosts,omitempty"`
+}
+
+// run runs a job and returns its output. The exit codes of its ranks must be in codes.
+func (f *forks) run(t *testing.T, job forkedJob, codes ...string) string {
+	t.Helper()
+	if err := json.NewEncoder(f.jobs).Encode(job); err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	for {
+		line, err := f.outs.ReadString('\n')
+		if got, ok := strings.CutPrefix(line, "exit codes: ["); ok {
+			if got = strings.TrimSuffix(got, "]\n"); !slices.Contains(codes, got) {
+				t.Fatalf("exit codes %q of the ranks, want one of %q\n%s", got, codes, &out)
+			}
+			return out.String()
+		}
+		out.WriteString(line)
+		if err != nil {
+			t.Fatalf("forked.py: %v\n%s", err, &out)
+		}
+	}
+}
+
+// TestTorchDistributed runs jobs of gohvd.torch.distributed without a launcher.
 func TestTorchDistributed(t *testing.T) {
-	testnet.NewTorch(t)
+	t.Parallel()
+	f := startForks(t)
+	defer f.end(t)
+	t.Run("tests", f.tests)
+	t.Run("hosts", f.hosts)
+	for _, how := range []string{"wait", "future", "ddp", "monitored_barrier"} {
+		t.Run("killed/"+how, func(t *testing.T) { f.killed(t, how) })
+	}
+	for _, rank := range []string{"0", "1"} {
+		t.Run("hung in Init/"+rank, func(t *testing.T) { f.hungInInit(t, rank) })
+	}
+	for _, way := range []string{"torchft", "torch"} {
+		t.Run("elastic/"+way, func(t *testing.T) { f.elastic(t, way) })
+	}
+}
+
+// tests runs the tests on 1 and 3 ranks, some on 4, and those on 2 ranks in sidecars.
+func (f *forks) tests(t *testing.T) {
 	var seen coverage
-	zeros := []string{"0", "0, 0", "0, 0, 0", "0, 0, 0, 0"}
-	outs := forked(t, nil, "distributed_ranks", zeros, "1", "3", "4 Meshes Training.test_ddp")
-	outs = append(outs, forked(t, []string{sidecarVariable}, "distributed_ranks", zeros, "2")...)
-	for _, out := range outs {
+	for _, job := range []forkedJob{
+		{Ranks: 1}, {Ranks: 3}, {Ranks: 4, Args: []string{"Meshes", "Training.test_ddp"}},
+		{Ranks: 2, Env: map[string]string{"HVD_SIDECAR": "spawn"}},
+	} {
+		job.Module = "distributed_ranks"
+		out := f.run(t, job, "0", "0, 0", "0, 0, 0", "0, 0, 0, 0")
 		seen.add(distributedTest.FindAllStringSubmatch(out, -1),
 			distributedSkip.FindAllStringSubmatch(out, -1))
 	}
@@ -109,32 +145,13 @@ func TestTorchDistributed(t *testing.T) {
 	seen.report(t)
 }
 
-// TestTorchDistributedHosts runs some of the tests with torchrun on two simulated hosts, with two ranks on
-// each.
-func TestTorchDistributedHosts(t *testing.T) {
-	testnet.NewTorch(t)
-	hosts := testnet.NewHosts(t, 2)
-	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
-	defer cancel()
-	outs, errs := make([]bytes.Buffer, len(hosts)), make(chan error, len(hosts))
-	for i, host := range hosts {
-		alone := distributed(t, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2",
-			"--node_rank="+strconv.Itoa(i), "--master_addr="+hosts[0].Addr.String(), "--master_port=29500",
-			filepath.Join(python(t), "tests", "distributed_ranks.py"), "Meshes", "Training.test_ddp")
-		cmd := host.Command(ctx, alone.Path, alone.Args[1:]...)
-		cmd.Env, cmd.WaitDelay, cmd.Stdout, cmd.Stderr = alone.Env, alone.WaitDelay, &outs[i], &outs[i]
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		go func() { errs <- cmd.Wait() }()
+// hosts runs some of the tests on two simulated hosts, with two ranks on each.
+func (f *forks) hosts(t *testing.T) {
+	job := forkedJob{Module: "distributed_ranks", Ranks: 4, Args: []string{"Meshes", "Training.test_ddp"}}
+	for _, host := range testnet.NewHosts(t, 2) {
+		job.Hosts = append(job.Hosts, [2]string{host.Name, host.Addr.String()})
 	}
-	var failed error
-	for range hosts {
-		failed = errors.Join(failed, <-errs)
-	}
-	if failed != nil || !strings.Contains(outs[0].String(), "4 ranks: ") {
-		t.Fatalf("%v\nfirst host:\n%s\nsecond host:\n%s", failed, &outs[0], &outs[1])
-	}
+	f.run(t, job, "0, 0, 0, 0")
 }
 
 // distributedTest matches what distributed_ranks.py prints about a test that was run or skipped, and
@@ -144,42 +161,54 @@ var (
 	distributedSkip = regexp.MustCompile(`(?m)^skipped (\S+): (.*)$`)
 )
 
-// TestTorchDistributedKilled kills rank 1 of three. The wait of every other rank raises an error that names
-// rank 1, in each kind of wait.
-func TestTorchDistributedKilled(t *testing.T) {
-	testnet.NewTorch(t)
-	hows := []string{"wait", "future", "ddp", "monitored_barrier"}
-	var jobs []string
-	for _, how := range hows {
-		jobs = append(jobs, "3 "+how)
+// killed kills rank 1 of three. The wait of every other rank raises an error that names rank 1, in each kind
+// of wait.
+func (f *forks) killed(t *testing.T, how string) {
+	out := f.run(t, forkedJob{Module: "killed_ranks", Ranks: 3, Args: []string{how}}, "1, -9, 1")
+	operation := `all_reduce \(call \d+ of group 0\)`
+	if how == "monitored_barrier" {
+		operation = "monitored_barrier"
 	}
-	for i, out := range forked(t, nil, "killed_ranks", []string{"1, -9, 1"}, jobs...) {
-		operation := `all_reduce \(call \d+ of group 0\)`
-		if hows[i] == "monitored_barrier" {
-			operation = "monitored_barrier"
-		}
-		for _, rank := range []string{"0", "2"} {
-			if !regexp.MustCompile(`(?m)^rank ` + rank + ` got .*torch.distributed.` + operation +
-				`: .*rank 1 failed`).MatchString(out) {
-				t.Errorf("%s: rank %s got no error that names rank 1\n%s", hows[i], rank, out)
-			}
+	for _, rank := range []string{"0", "2"} {
+		if !regexp.MustCompile(`(?m)^rank ` + rank + ` got .*torch.distributed.` + operation +
+			`: .*rank 1 failed`).MatchString(out) {
+			t.Errorf("rank %s got no error that names rank 1\n%s", rank, out)
 		}
 	}
 }
 
-// TestTorchDistributedElastic kills rank 1 of three. The others reconfigure the group. With torch's way they
-// train on with a new DistributedDataParallel of torch.
-func TestTorchDistributedElastic(t *testing.T) {
-	hasReconfigure := exec.Command(testnet.NewTorch(t), "-c",
-		"import torch.distributed as dist; dist.ProcessGroup.reconfigure").Run() == nil
-	jobs := []string{"3 torchft"}
-	if hasReconfigure {
-		jobs = append(jobs, "3 torch")
-	}
-	for _, out := range forked(t, nil, "elastic_group_ranks", []string{"0, -9, 0"}, jobs...) {
-		if strings.Count(out, " ends\n") != 2 {
-			t.Errorf("want two ranks that end:\n%s", out)
+// hungInInit checks that the ranks that make a process group name the rank that does not, when the time limit
+// of Init has passed, also if it is rank 0.
+func (f *forks) hungInInit(t *testing.T, hung string) {
+	job := forkedJob{Module: "killed_ranks", Ranks: 3, Args: []string{"hung", hung},
+		Env: map[string]string{"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}}
+	out := f.run(t, job, "0, 0, 0")
+	got := regexp.MustCompile(`(?m)^rank \d got (.*)`).FindAllStringSubmatch(out, -1)
+	for _, g := range got {
+		if !strings.Contains(g[1], "waiting for rank "+hung) && !strings.Contains(g[1], "waiting until rank "+hung) {
+			t.Errorf("got %s, want that it has waited for rank %s", g[0], hung)
 		}
+	}
+	if len(got) != 2 {
+		t.Errorf("got %d errors, want those of 2 ranks", len(got))
+	}
+	if strings.Contains(out, "direct cause of the following exception") {
+		t.Error("a traceback contains the error twice")
+	}
+	if t.Failed() {
+		t.Log(out)
+	}
+}
+
+// elastic kills rank 1 of three. The others reconfigure the group. With torch's way they train on with a new
+// DistributedDataParallel of torch.
+func (f *forks) elastic(t *testing.T, way string) {
+	out := f.run(t, forkedJob{Module: "elastic_group_ranks", Ranks: 3, Args: []string{way}}, "0, -9, 0", "0, 0, 0")
+	if reason := regexp.MustCompile("torch .* cannot reconfigure groups").FindString(out); reason != "" {
+		t.Skip(reason)
+	}
+	if strings.Count(out, " ends\n") != 2 {
+		t.Errorf("want two ranks that end:\n%s", out)
 	}
 }
 
@@ -189,6 +218,7 @@ const withTorchrun = "Lives.test_job_of_the_program"
 // TestTorchDistributedRestarts kills rank 1 of two. Rank 0 gets an error. Then torchrun starts both ranks
 // again, and they run a test.
 func TestTorchDistributedRestarts(t *testing.T) {
+	t.Parallel()
 	testnet.NewTorch(t)
 	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 	out, err := distributed(t, append(args, "--nproc_per_node=2", "--max_restarts=1",
@@ -246,7 +276,7 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 			if err := os.WriteFile(script, []byte(distributedFault), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			cmd := launched(t, "-np", "3", "--start-timeout", "300", "--metrics-addr", addr, python, script, file, how)
+			cmd := launched(t, "-np", "2", "--start-timeout", "300", "--metrics-addr", addr, python, script, file, how)
 			log, err := os.Create(filepath.Join(dir, "log"))
 			if err != nil {
 				t.Fatal(err)
@@ -275,10 +305,10 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 					}
 				}
 			}
-			until("all ranks train", func() bool { return strings.Count(output(), " trains\n") == 3 })
+			until("all ranks train", func() bool { return strings.Count(output(), " trains\n") == 2 })
 			until("the metrics of all ranks", func() bool {
 				text := metricsAt(addr)
-				return len(regexp.MustCompile(`(?m)^hvd_up\{[^}]*\} 1$`).FindAllString(text, -1)) == 3
+				return len(regexp.MustCompile(`(?m)^hvd_up\{[^}]*\} 1$`).FindAllString(text, -1)) == 2
 			})
 			until("the answers of all ranks to SIGQUIT", func() bool {
 				reports := strings.Count(output(), "hvdrun: SIGQUIT: ")
@@ -286,7 +316,7 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 					t.Fatal(err)
 				}
 				until("a report", func() bool { return strings.Count(output(), "hvdrun: SIGQUIT: ") > reports })
-				return strings.Contains(output(), "hvdrun: SIGQUIT: 3 of 3 ranks answered")
+				return strings.Contains(output(), "hvdrun: SIGQUIT: 2 of 2 ranks answered")
 			})
 			if err := os.WriteFile(file, nil, 0o600); err != nil {
 				t.Fatal(err)
@@ -313,55 +343,4 @@ func metricsAt(addr string) string {
 		return ""
 	}
 	return string(text)
-}
-
-// distributedHung is a program in which the rank of the first argument never makes the process group. The
-// others make it at the same time, when each has made its file in the folder of the second argument.
-const distributedHung = `
-import os, sys, time
-import torch, torch.distributed as dist
-import gohvd.torch.distributed
-
-rank, size, hung, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1]), sys.argv[2]
-open(os.path.join(folder, str(rank)), "w").close()
-while rank == hung or len(os.listdir(folder)) < size:
-    time.sleep(0.01)
-try:
-    dist.init_process_group("gohvd")
-except RuntimeError as e:
-    sys.stderr.write("\nrank %d got %s\n" % (rank, str(e).replace("\n", " ")))
-    raise
-`
-
-// TestTorchDistributedHungInInit checks that the ranks that make a process group name the rank that does not,
-// when the time limit of Init has passed, also if it is rank 0.
-func TestTorchDistributedHungInInit(t *testing.T) {
-	python := testnet.NewTorch(t)
-	for _, hung := range []string{"0", "1"} {
-		t.Run(hung, func(t *testing.T) {
-			t.Parallel()
-			script := filepath.Join(t.TempDir(), "script.py")
-			if err := os.WriteFile(script, []byte(distributedHung), 0o600); err != nil {
-				t.Fatal(err)
-			}
-			out, err := launched(t, "-np", "3", "--start-timeout", "10", python, script, hung,
-				t.TempDir()).CombinedOutput()
-			got := regexp.MustCompile(`rank \d got (.*)`).FindAllSubmatch(out, -1)
-			if err == nil || len(got) == 0 {
-				t.Errorf("%v, want that ranks fail", err)
-			}
-			for _, g := range got {
-				if !strings.Contains(string(g[1]), "waiting for rank "+hung) &&
-					!strings.Contains(string(g[1]), "waiting until rank "+hung) {
-					t.Errorf("got %s, want that it has waited for rank %s", g[0], hung)
-				}
-			}
-			if bytes.Contains(out, []byte("direct cause of the following exception")) {
-				t.Error("a traceback contains the error twice")
-			}
-			if t.Failed() {
-				t.Logf("%s", out)
-			}
-		})
-	}
 }

@@ -350,8 +350,9 @@ class Messages(Ranks):
         """The timeout of the group limits the wait for a batch of messages. After an error in a batch, the group can be
         used.
         """
-        group, x = dist.new_group(list(self.all), timeout=timedelta(seconds=0.1)), torch.zeros(2)
+        group, x = dist.new_group(list(self.all)), torch.zeros(2)
         if self.size > 1 and self.rank == 0:
+            group.set_timeout(timedelta(seconds=0.1))  # the other ranks may take longer to make the group and to send
             works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1, group)])
             with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as together:
                 dist.irecv(x, 1, group=group, tag=1)
@@ -1201,6 +1202,17 @@ class Lives(Ranks):
         dist.destroy_process_group()
         begin("default")
 
+    def test_first_rank_dies(self) -> None:
+        """A rank does not wait for the timeout of the group if the first rank has died before it has said how the ranks
+        meet.
+        """
+        store = dist.HashStore()
+        store.compare_set("gohvd/meeting 1/first", "", "0")
+        self.assertEqual(_job._LONGEST_START, timedelta(minutes=1))
+        with mock.patch.object(_job, "_LONGEST_START", timedelta(seconds=0.1)):
+            with self.assertRaisesRegex(RuntimeError, "rank 0 has begun to make it and not gone on"):
+                _job._meet(store, 1, 2, None, timedelta(hours=9), False)
+
     def test_job_of_the_program(self) -> None:
         """If the program has called hvd.init, the group uses that job and does not end it."""
         if "RANK" not in os.environ:
@@ -1236,9 +1248,9 @@ def names_of(suite: unittest.TestSuite) -> list[str]:
     return [name for t in suite for name in (names_of(t) if isinstance(t, unittest.TestSuite) else [name_of(t)])]
 
 
-def run(rank: int, size: int, file: str, names: list[str]) -> None:
-    if file:
-        INIT.update(init_method=f"file://{file}", rank=rank, world_size=size)
+def run(rank: int, size: int, init_method: str, names: list[str]) -> None:
+    if init_method:
+        INIT.update(init_method=init_method, rank=rank, world_size=size)
     module, loader = sys.modules[__name__], unittest.defaultTestLoader
     suite = loader.loadTestsFromNames(names, module) if names else loader.loadTestsFromModule(module)
     ran = names_of(suite)

@@ -153,10 +153,14 @@ def of_torchft(rank: int, store: dist.Store) -> None:
         thread.join(0.01)
 
 
-def run(rank: int, size: int, file: str, args: list[str]) -> None:
+def run(rank: int, size: int, init_method: str, args: list[str]) -> None:
+    if args[0] == "torch" and not hasattr(dist.ProcessGroup, "reconfigure"):
+        print(f"\ntorch {torch.__version__} cannot reconfigure groups", flush=True)
+        return
     faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
     torch.set_num_threads(1)
-    {"torch": of_torch, "torchft": of_torchft}[args[0]](rank, dist.FileStore(file, 3))
+    store = dist.FileStore(init_method.removeprefix("file://"), 3)
+    {"torch": of_torch, "torchft": of_torchft}[args[0]](rank, store)
     # A rank exits while one of its threads waits for ranks that do not come.
     group = ElasticProcessGroup(timeout=LONG)
     with_another = type("Options", (), {"handles": [group.get_reconfigure_handle(), "another"], "timeout": None})

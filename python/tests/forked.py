@@ -1,41 +1,70 @@
-"""Runs jobs of a test module that needs torch: ``forked.py MODULE "RANKS [ARG...]"...``, one argument for each job.
+"""Runs jobs of test modules that need torch. Each line of the standard input is one: a JSON object with the arguments of
+start.
 
-The ranks of all jobs are forked from one process that has imported torch, because that import takes longer than most of the
-tests. Each rank calls MODULE.run(rank, size, file, args), and the ranks of a job meet at the file. After each job, its
-exit codes are printed. The exit status is 1 if one of them is not 0.
+The ranks of all jobs are forked from this process, which has imported torch, because that import takes longer than most of
+the tests. Each rank calls run(rank, size, init_method, args) of the module. After each job, a line with its exit codes is printed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import json
 import os
+import socket
 import sys
 import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch._dynamo  # DistributedDataParallel imports it, which takes nearly as long as the import of torch
 import torch.multiprocessing as mp
 
-
-def rank(rank: int, module: str, size: int, file: str, args: list[str]) -> None:
-    # gohvd is imported after the fork, as in a program that starts its ranks with torch.multiprocessing.
-    importlib.import_module(module).run(rank, size, file, args)
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
-def run(module: str, job: str) -> bool:
-    """Runs a job and reports whether all of its ranks have passed."""
-    size, *args = job.split()
+def _enter(host: str) -> None:
+    """Lets this thread, and the threads that it starts, run on a host of internal/testnet."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{host}") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"entering the namespace {host}")
+    socket.sethostname(host)
+
+
+def rank(
+    rank: int, module: str, size: int, file: str, args: Sequence[str], env: Mapping[str, str], hosts: Sequence[Sequence[str]]
+) -> None:
+    init_method = f"file://{file}"
+    if hosts:
+        _enter(hosts[rank * len(hosts) // size][0])
+        init_method = f"tcp://{hosts[0][1]}:29500"
+    os.environ.update(env)
+    try:
+        # gohvd is imported after the fork, as in a program that starts its ranks with torch.multiprocessing.
+        importlib.import_module(module).run(rank, size, init_method, args)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def start(
+    module: str, ranks: int, args: Sequence[str] = (), env: Mapping[str, str] = {}, hosts: Sequence[Sequence[str]] = ()
+) -> list[int]:
+    """Runs a job and returns the exit codes of its ranks. env has more variables. hosts are the names and addresses of hosts
+    with an equal number of ranks.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(
-            rank, (module, int(size), os.path.join(folder, "store"), args), int(size), join=False, start_method="fork"
+        job = mp.start_processes(
+            rank, (module, ranks, os.path.join(folder, "store"), args, env, hosts), ranks, join=False, start_method="fork"
         )
-        for p in ranks.processes:
+        for p in job.processes:
             p.join()
-    codes = [p.exitcode for p in ranks.processes]
-    print(f"job {job}: {codes}", flush=True)
-    return not any(codes)
+    return [p.exitcode for p in job.processes]
 
 
 if __name__ == "__main__":
-    sys.exit(not all([run(sys.argv[1], job) for job in sys.argv[2:]]))
+    for line in sys.stdin:
+        print(f"\nexit codes: {start(**json.loads(line))}", flush=True)

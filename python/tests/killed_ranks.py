@@ -1,7 +1,8 @@
-"""A job whose rank 1 is killed. The other ranks wait for an operation, and print the error that ends the wait.
+"""A job whose rank 1 is killed, or of which a rank hangs. The other ranks print the error that ends their wait.
 
-forked.py runs it with the way in which the ranks wait, and torchrun with names of tests of distributed_ranks.py. The ranks
-that torchrun starts after the death run these tests.
+forked.py runs it with the way in which the ranks wait for an operation, or with "hung" and the rank that hangs before it
+makes the group. torchrun runs it with names of tests of distributed_ranks.py. The ranks that torchrun starts after the death
+run these tests.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import faulthandler
 import os
 import signal
 import sys
+import traceback
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -47,8 +50,31 @@ def die(how: str, **init: object) -> None:
         sys.exit(1)
 
 
-def run(rank: int, size: int, file: str, args: list[str]) -> None:
-    die(args[0], init_method=f"file://{file}", rank=rank, world_size=size)
+def hang(hung: int, **init: object) -> None:
+    """Rank hung never makes the group. The others make it at the same time."""
+    faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
+    rank, size = init["rank"], init["world_size"]
+    store = dist.FileStore(init["init_method"].removeprefix("file://") + ".ranks", size)
+    ready, failed = [f"ready {r}" for r in range(size)], [f"failed {r}" for r in range(size) if r != hung]
+    store.set(f"ready {rank}", "")
+    store.wait(ready, timedelta(seconds=_LIMIT_SECONDS))
+    if rank == hung:
+        return store.wait(failed, timedelta(seconds=_LIMIT_SECONDS))
+    try:
+        dist.init_process_group("gohvd", **init)
+    except RuntimeError as e:
+        sys.stdout.write("\nrank %d got %s\n" % (rank, str(e).replace("\n", " ")))
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+    store.set(f"failed {rank}", "")
+
+
+def run(rank: int, size: int, init_method: str, args: list[str]) -> None:
+    init = {"init_method": init_method, "rank": rank, "world_size": size}
+    if args[0] == "hung":
+        hang(int(args[1]), **init)
+    else:
+        die(args[0], **init)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import os
 import sys
 import unittest
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -218,3 +220,15 @@ class Objects(RanksTest):
 
 if __name__ == "__main__":
     unittest.main()
+
+
+class Distributed(unittest.TestCase):
+    def test_torch_is_too_old(self) -> None:
+        """The import of gohvd.torch.distributed says which version of torch it needs."""
+        with mock.patch.dict(sys.modules), mock.patch.object(torch, "__version__", "2.0.1"):
+            for name in [name for name in sys.modules if name.startswith("gohvd.torch.distributed")]:
+                del sys.modules[name]
+            with self.assertRaisesRegex(
+                ImportError, "^gohvd.torch.distributed needs torch 2.1 or newer, but torch 2.0.1 is installed"
+            ):
+                importlib.import_module("gohvd.torch.distributed")
