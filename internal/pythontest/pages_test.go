@@ -13,12 +13,16 @@ import (
 
 // TestPrograms runs the Python programs of pages on two ranks.
 func TestPrograms(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t)
 	runPrograms(t, testnet.Python, "README.md", "python/README.md", "docs/quickstart.md", "docs/elastic.md")
 }
 
 // TestDDPProgram runs the program of the page about torch.distributed on two ranks.
-func TestDDPProgram(t *testing.T) { runPrograms(t, testnet.NewTorch(t), "docs/from-ddp.md") }
+func TestDDPProgram(t *testing.T) {
+	t.Parallel()
+	runPrograms(t, testnet.NewTorch(t), "docs/from-ddp.md")
+}
 
 // programInPage matches a program in a page.
 var programInPage = regexp.MustCompile("(?s)\n```python\n(.*?)\n```\n")

@@ -101,6 +101,7 @@ with ps.start() as node:
 
 // TestParameterServer checks gohvd.ps, and that the example gets within 1% of the optimum.
 func TestParameterServer(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t)
 	out, err := nodes(t, "-c", pythonNodes).CombinedOutput()
 	if err != nil || strings.Count(string(out), "is done") != 2 {
@@ -130,6 +131,7 @@ with ps.start() as node:
 
 // TestParameterServerKilled checks that the other worker learns which worker was killed.
 func TestParameterServerKilled(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t)
 	out, err := nodes(t, "-c", pythonDeadNode).CombinedOutput()
 	for _, want := range []string{"worker 1 is gone: its connection has ended", "worker 1: killed by SIGKILL"} {

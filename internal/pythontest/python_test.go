@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io/fs"
 	"maps"
@@ -17,6 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -30,6 +32,10 @@ import (
 var hvdrun, hvdd, library string
 
 func TestMain(m *testing.M) {
+	flag.Parse()
+	// Four tests run in parallel even on small machines, because the jobs often wait, for ranks, workers and
+	// time limits. Each has up to 5 processes of up to 0.7 GB.
+	_ = flag.Set("test.parallel", "4")
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "pythontest")
 		if err != nil {
@@ -118,57 +124,65 @@ const sidecarVariable = "HVD_SIDECAR=spawn"
 // with both versions of PyTorch on 1, 2 and 3 ranks.) All test files run in one program, because importing
 // torch takes longer than most of them.
 func TestPython(t *testing.T) {
+	t.Parallel()
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no Python tests: %v", err)
 	}
 	testnet.NeedTorch(t)
 	var seen coverage
-	for _, c := range []struct {
-		ranks             int
-		newTorch, sidecar bool
-	}{{1, false, false}, {3, true, false}, {2, false, true}} {
-		n := c.ranks
-		t.Run(fmt.Sprint(n), func(t *testing.T) {
-			interpreter := testnet.Python
-			if c.newTorch {
-				interpreter = testnet.NewestTorch(t)
-			}
-			var modules []string
-			for _, file := range files {
-				module := strings.TrimSuffix(filepath.Base(file), ".py")
-				if n > 1 && slices.Contains(withoutRanks, module) ||
-					c.sidecar && slices.Contains(withoutSidecars, module) {
-					continue
-				}
-				modules = append(modules, module)
-			}
-			args := []string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}
-			if n == 1 {
-				// The development mode checks the memory and the locks of the interpreter.
-				args = append([]string{"-X", "dev"}, args...)
-			}
-			cmd := jobOf(t, interpreter, n, append(args, modules...)...)
-			cmd.Dir = filepath.Dir(files[0])
-			if c.sidecar {
-				cmd.Env = append(cmd.Env, sidecarVariable)
-			}
-			out, err := cmd.CombinedOutput()
-			text := string(out)
-			if err != nil || strings.Count(text, ":Ran ") != n {
-				t.Fatalf("%v\n%s", err, text)
-			}
-			rank0 := ofRank0(text)
-			seen.add(pythonTest.FindAllStringSubmatch(rank0, -1), pythonSkip.FindAllStringSubmatch(rank0, -1))
-			// If the output does not have the name of a module, no test of this module has run.
-			for _, module := range modules {
-				if !strings.Contains(text, "("+module+".") {
-					t.Errorf("no test of %s was run\n%s", module, text)
-				}
-			}
-		})
-	}
+	t.Run("ranks", func(t *testing.T) {
+		for _, c := range []struct {
+			ranks             int
+			newTorch, sidecar bool
+		}{{1, false, false}, {3, true, false}, {2, false, true}} {
+			t.Run(fmt.Sprint(c.ranks), func(t *testing.T) {
+				t.Parallel()
+				pythonTests(t, &seen, files, c.ranks, c.newTorch, c.sidecar)
+			})
+		}
+	})
 	seen.report(t)
+}
+
+// pythonTests runs the test files on n ranks, and adds the tests that rank 0 has run to seen.
+func pythonTests(t *testing.T, seen *coverage, files []string, n int, newTorch, sidecar bool) {
+	interpreter := testnet.Python
+	if newTorch {
+		interpreter = testnet.NewestTorch(t)
+	}
+	var modules []string
+	for _, file := range files {
+		module := strings.TrimSuffix(filepath.Base(file), ".py")
+		if n > 1 && slices.Contains(withoutRanks, module) ||
+			sidecar && slices.Contains(withoutSidecars, module) {
+			continue
+		}
+		modules = append(modules, module)
+	}
+	args := []string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}
+	if n == 1 {
+		// The development mode checks the memory and the locks of the interpreter.
+		args = append([]string{"-X", "dev"}, args...)
+	}
+	cmd := jobOf(t, interpreter, n, append(args, modules...)...)
+	cmd.Dir = filepath.Dir(files[0])
+	if sidecar {
+		cmd.Env = append(cmd.Env, sidecarVariable)
+	}
+	out, err := cmd.CombinedOutput()
+	text := string(out)
+	if err != nil || strings.Count(text, ":Ran ") != n {
+		t.Fatalf("%v\n%s", err, text)
+	}
+	rank0 := ofRank0(text)
+	seen.add(pythonTest.FindAllStringSubmatch(rank0, -1), pythonSkip.FindAllStringSubmatch(rank0, -1))
+	// If the output does not have the name of a module, no test of this module has run.
+	for _, module := range modules {
+		if !strings.Contains(text, "("+module+".") {
+			t.Errorf("no test of %s was run\n%s", module, text)
+		}
+	}
 }
 
 // pythonTest matches what unittest prints about a test, and pythonSkip about one that was skipped. The test
@@ -191,6 +205,7 @@ func ofRank0(out string) string {
 
 // coverage has the names of the Python tests that were run, and for each one that was skipped a reason.
 type coverage struct {
+	mu      sync.Mutex
 	ran     map[string]bool
 	skipped map[string]string
 }
@@ -198,6 +213,8 @@ type coverage struct {
 // add adds the tests of a job, and which of them were skipped. They are matches that contain the name and, in
 // the case of skips, the reason.
 func (c *coverage) add(tests, skips [][]string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if c.ran == nil {
 		c.ran, c.skipped = make(map[string]bool), make(map[string]string)
 	}
