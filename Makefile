@@ -300,9 +300,11 @@ format: ## fail if gofmt would change something
 # The flag of go vet with the analyzers of tools/vet, which are those of go vet and of staticcheck.
 VET = -vettool="$(TOOLS)/vet"
 
+# go vet keeps the results of packages for each file of the tool. So it must not contain the folder and the commit of the
+# checkout: else each commit analyses the standard library again.
 .PHONY: vet-tool
 vet-tool:
-	cd tools && $(GO) build -o "$(TOOLS)/" ./vet
+	cd tools && $(GO) build -trimpath -buildvcs=false -o "$(TOOLS)/" ./vet
 
 .PHONY: vet
 vet: vet-tool ## run the analyzers of go vet and of staticcheck; test the tools
