@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"unsafe"
 
@@ -602,6 +603,30 @@ func TestDeviceTimeline(t *testing.T) {
 		}
 	}, "HOROVOD_TIMELINE", "DYNAMIC", "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),
 		"HVD_CUDART_LIBRARY", testcuda.CUDA())
+}
+
+// TestDeviceRanges checks that a tool that records NVTX ranges sees all work of an operation on the device in
+// a range with its name.
+func TestDeviceRanges(t *testing.T) {
+	if err := cudart.OpenLibrary(func(*cudart.Library) error { return nil }, testcuda.NVTX()); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(t.TempDir(), "calls")
+	t.Setenv("NVTX_INJECTION64_PATH", "tool.so")
+	t.Setenv("STANDIN_CUDA_CALLS", file)
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		d := openDevice(t, 0)
+		defer d.stream.Close()
+		xs := []cuda.Buffer[float32]{d.buffer(1, 2), d.buffer(3)}
+		d.check(cuda.GroupedAllreduce(ctx, xs, xs, hvd.Name("gradients"), hvd.On(e)))
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+	text, err := os.ReadFile(file)
+	const want = "range gohvd: allreduce gradients\ncudaStreamWaitEvent\ncudaMemcpyBatchAsync\n" +
+		"ncclAllReduce\ncudaMemcpyBatchAsync\nend of range\n"
+	if err != nil || !strings.Contains(string(text), want) {
+		t.Errorf("got calls %q and %v, want %q", text, err, want)
+	}
 }
 
 // TestDeviceInHost checks that operations that NCCL cannot run get copies of the tensors in host memory, and

@@ -40,7 +40,7 @@ var inerts = []Inert{
 		"gohvd has no CUDA kernels; one call of CUDA enqueues the copies of a fused operation, if the driver and the " +
 			"runtime are 12.8 or newer (docs/nccl.md)"},
 	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "",
-		"gohvd records no NVTX ranges; its timeline shows operations and their phases (HOROVOD_TIMELINE)"},
+		"NVTX ranges are recorded only for a tool, which can leave out the domain gohvd (docs/nccl.md)"},
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
 	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", "gohvd has no Adasum over MPI"},
 	{"", "", "", "jsrun", noJsrun},

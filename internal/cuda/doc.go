@@ -1,5 +1,6 @@
 // Package cuda calls the CUDA runtime library (libcudart), which it loads when a program asks for it. So a
-// program with this package runs on machines without CUDA too, and no part of CUDA is needed to build it.
+// program with this package runs on machines without CUDA too, and no part of CUDA is needed to build it. It
+// also records ranges with NVTX, if this library is there (Ranges).
 //
 // The package does this only if it is built with cgo and with the tag nccl. In other builds Load returns
 // ErrNotBuilt.

@@ -1,6 +1,6 @@
-// Package testcuda builds the stand-ins for libcuda, libcudart and libnccl, with which tests run on machines
-// without a GPU. The folder standin has their sources, which say what they check. On a machine with a GPU, a
-// folder with the real libraries can take their place.
+// Package testcuda builds the stand-ins for libcuda, libcudart, libnccl and NVTX, with which tests run on
+// machines without a GPU. The folder standin has their sources, which say what they check. On a machine with
+// a GPU, a folder with the real libraries can take their place.
 package testcuda
 
 import (
@@ -56,6 +56,9 @@ func Driver() string { return filepath.Join(Folder(), "libcuda.so.1") }
 
 // NCCL returns the path of the stand-in for libnccl.
 func NCCL() string { return filepath.Join(Folder(), "libnccl.so.2") }
+
+// NVTX returns the path of the stand-in for NVTX.
+func NVTX() string { return filepath.Join(Folder(), "libnvtx3interop.so.1") }
 
 // Null returns the path of a stand-in for all three libraries with which everything has ended at once. A
 // process that uses it cannot use the others.

@@ -82,7 +82,9 @@ type device struct {
 	stream *cuda.Stream
 	// maxCTAs is the greatest number of blocks of an operation on the stream. 0 means that NCCL chooses.
 	maxCTAs int
-	fused   []byte
+	// ranges shows the launches to a tool.
+	ranges *cuda.Ranges
+	fused  []byte
 	// retired are former values of fused. They are freed at the end, because freeing memory waits for the
 	// device.
 	retired [][]byte
@@ -222,10 +224,13 @@ func (b *backend) run(ctx context.Context) (*flight, error) {
 			return nil, err
 		}
 	}
-	if err := b.launch(); err != nil {
-		return nil, err
-	}
-	if err := b.unpack(); err != nil || b.part.More {
+	err := b.device.ranges.In(b.op.Kind.String(), b.part.Name, b.part.Others, func() error {
+		if err := b.launch(); err != nil {
+			return err
+		}
+		return b.unpack()
+	})
+	if err != nil || b.part.More {
 		return nil, err
 	}
 	f, err := b.depart(ctx)
@@ -307,7 +312,10 @@ func (l *Library) device(p place, streams int) (*device, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &device{Device: of}
+	if l.ranges == nil {
+		l.ranges = cuda.OpenRanges()
+	}
+	d := &device{Device: of, ranges: l.ranges}
 	d.changed.L = &d.finisher.mu
 	if streams > 1 {
 		n, err := of.Processors()

@@ -140,6 +140,7 @@ type Library struct {
 
 	mu      sync.Mutex
 	devices map[place]*device
+	ranges  *cuda.Ranges         // nil unless a tool such as Nsight Systems watches
 	pinned  map[reduction]pinned // neutral elements in pinned memory
 	// next is the Order of the next operation that may be launched. err is the error of the first operation
 	// that has failed. Later operations do not wait for it, but fail with it. turn is notified when one of
