@@ -97,6 +97,7 @@ static struct comm *comms;
 static __thread char detail[256];
 static __thread int depth;       // of nested groups
 static int occupied[maxDevices]; // the multiprocessors of each device that operations of this process occupy
+static int running[maxDevices];  // the operations of this process that each device has begun and not ended
 
 static size_t sizeOf(int type) {
 	static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -356,7 +357,7 @@ int ncclCommDestroy(void *comm) {
 
 static int isIdle(int device) {
 	pthread_mutex_lock(&lock);
-	int idle = occupied[device] == 0;
+	int idle = running[device] == 0;
 	pthread_mutex_unlock(&lock);
 	return idle;
 }
@@ -513,16 +514,19 @@ static void multiply(int type, char *p, size_t n, double factor) {
 
 // ---- multiprocessors
 
-// occupy begins an operation if enough multiprocessors are free, and reports whether it has begun. For one rank
-// NCCL copies, without a kernel.
+// blocksOf returns the multiprocessors of an operation. For one rank NCCL copies, without a kernel.
+static int blocksOf(struct comm *c) { return c->n == 1 ? 0 : c->blocks; }
+
+// occupy begins an operation if enough multiprocessors are free, and reports whether it has begun.
 static int occupy(struct comm *c, int *begun) {
-	if (*begun || c->n == 1)
+	if (*begun)
 		return 1;
 	int all = 0;
 	cudaDeviceGetAttribute(&all, 16, c->device);
 	pthread_mutex_lock(&lock);
-	if (occupied[c->device] + c->blocks <= all) {
-		occupied[c->device] += c->blocks;
+	if (occupied[c->device] + blocksOf(c) <= all) {
+		occupied[c->device] += blocksOf(c);
+		running[c->device]++;
 		*begun = 1;
 	}
 	pthread_mutex_unlock(&lock);
@@ -530,8 +534,11 @@ static int occupy(struct comm *c, int *begun) {
 }
 
 static void vacate(struct comm *c, int begun) {
+	if (!begun)
+		return;
 	pthread_mutex_lock(&lock);
-	occupied[c->device] -= begun ? c->blocks : 0;
+	occupied[c->device] -= blocksOf(c);
+	running[c->device]--;
 	pthread_mutex_unlock(&lock);
 }
 
