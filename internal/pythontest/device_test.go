@@ -12,17 +12,11 @@ import (
 )
 
 // TestDevicePython runs operations on memory of CUDA devices, with stand-ins for CUDA and NCCL. In some jobs
-// the tensors are copied through host memory. In the last one, a rank is killed.
+// the tensors are copied through host memory. In the last ones, ranks die: before the launch of an operation,
+// between its parts, while it is on the device, and in the abort after the death of another one.
 func TestDevicePython(t *testing.T) {
-	run := func(tests string, ranks int, env string) (string, error) {
-		program := filepath.Join(python(t), "tests", "device_ranks.py")
-		cmd := job(t, ranks, append([]string{program}, strings.Fields(tests)...)...)
-		// The streams are slow, so that missing waits show.
-		cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
-			"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
-			"STANDIN_CUDA_DELAY_US=2000", env)
-		out, err := cmd.CombinedOutput()
-		return string(out), err
+	run := func(tests string, ranks int, env ...string) (string, error) {
+		return onDevices(t, tests, ranks, env...)
 	}
 	for _, c := range []struct {
 		tests string
@@ -42,8 +36,22 @@ func TestDevicePython(t *testing.T) {
 		}
 	}
 	const killed = 128 + 9
-	if out, err := run("Killed", 3, ""); !exited(err, killed) || strings.Count(out, ">:OK\n") != 2 {
+	if out, err := run("Killed", 3); !exited(err, killed) || strings.Count(out, ">:OK\n") != 2 {
 		t.Errorf("Killed: got %v, want exit status %d and two ranks that pass\n%s", err, killed, out)
+	}
+	for at, dead := range map[string]int{
+		"2=ncclCommInitRankConfig:1": 1, "2=cudaStreamWaitEvent:1": 1, "2=cudaMemcpyBatchAsync:1": 1,
+		"2=ncclAllReduce:1": 1, "2=cudaMemcpyBatchAsync:2": 1, "2=cudaEventQuery:1": 1,
+		"1=ncclCommAbort:1 2=ncclAllReduce:2": 2,
+	} {
+		dir := t.TempDir()
+		out, err := run("KilledAt", 3, "KILL_AT="+at, "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
+		if !exited(err, killed) || strings.Count(out, ">:OK\n") != 3-dead {
+			t.Errorf("killed at %s: got %v, want exit status %d and %d ranks that pass\n%s", at, err, killed, 3-dead, out)
+		}
+		if left, err := filepath.Glob(filepath.Join(dir, "*", "*")); err != nil || len(left) > 0 {
+			t.Errorf("killed at %s: %v was left, %v", at, left, err)
+		}
 	}
 }
 
@@ -51,4 +59,17 @@ func TestDevicePython(t *testing.T) {
 func exited(err error, status int) bool {
 	e, ok := err.(*exec.ExitError)
 	return ok && e.ExitCode() == status
+}
+
+// onDevices runs tests of device_ranks.py with the stand-ins for CUDA and NCCL.
+func onDevices(t testing.TB, tests string, ranks int, env ...string) (string, error) {
+	program := filepath.Join(python(t), "tests", "device_ranks.py")
+	cmd := job(t, ranks, append([]string{program}, strings.Fields(tests)...)...)
+	// The streams are slow, so that missing waits show.
+	cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
+		"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
+		"STANDIN_CUDA_DELAY_US=2000")
+	cmd.Env = append(cmd.Env, env...)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
 }

@@ -527,6 +527,22 @@ class Killed(OnDevice):
         self.assertEqual(Array([1]).write([7]).read(), [7])
 
 
+class KilledAt(OnDevice):
+    """Ranks die in a call of CUDA or NCCL: KILL_AT has RANK=FUNCTION:N for each. The others get an error that names one of
+    them, and can use the device. Only the stand-ins do that.
+    """
+
+    def test_killed_at(self) -> None:
+        dying = dict(at.split("=") for at in os.environ["KILL_AT"].split())
+        xs = [Array([1000]).write([1] * 1000) for _ in range(3)]
+        os.environ["STANDIN_CUDA_KILL"] = dying.get(str(rank()), "")
+        with self.assertRaises(PeerError) as e:
+            for _ in range(100):
+                begin(ALLREDUCE, xs, "group", targets=xs, grouped=True, reduction=_engine.Sum).results()
+        self.assertIn([str(r) for r in e.exception.ranks], [[r] for r in dying] + [sorted(dying)])
+        self.assertEqual(Array([1]).write([7]).read(), [7])
+
+
 class Faulted(OnDevice):
     """A kernel of the last rank uses a wrong address, so that CUDA does nothing more in its process. The stand-in for CUDA
     does that. Each rank gets an error, and the others that of the last rank.

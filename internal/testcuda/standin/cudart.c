@@ -817,6 +817,7 @@ static int ended(struct event *e) {
 }
 
 int cudaEventQuery(void *event) {
+	standin_begins("cudaEventQuery");
 	WORKS;
 	struct event *e = checkedEvent(event, "cudaEventQuery");
 	if (refused())

@@ -11,7 +11,10 @@ void standin_violation(const char *format, ...) __attribute__((format(printf, 1,
 // standin_setting returns the number in a variable of the environment, or otherwise if there is none.
 long standin_setting(const char *name, long otherwise);
 
-// standin_called counts a call of a function.
+// standin_begins kills the process if it is to die in this call of a function.
+void standin_begins(const char *function);
+
+// standin_called does the same, and counts the call.
 void standin_called(const char *function);
 
 // standin_devices returns the number of devices.
