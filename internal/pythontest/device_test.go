@@ -5,6 +5,7 @@ package pythontest
 import (
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -72,4 +73,22 @@ func onDevices(t testing.TB, tests string, ranks int, env ...string) (string, er
 	cmd.Env = append(cmd.Env, env...)
 	out, err := cmd.CombinedOutput()
 	return string(out), err
+}
+
+// BenchmarkDevicePython measures the processor time of an allreduce from Python, on a device and in host
+// memory, with libraries that do nothing. The operations are fused, and then each launched by itself:
+//
+//	go test -tags nccl -run '^$' -bench DevicePython ./internal/pythontest
+func BenchmarkDevicePython(b *testing.B) {
+	for b.Loop() {
+		for _, threshold := range []string{"67108864", "0"} {
+			out, err := onDevices(b, "Cost", 1, "HVD_NCCL_LIBRARY="+testcuda.Null(),
+				"HVD_CUDART_LIBRARY="+testcuda.Null(), "HOROVOD_FUSION_THRESHOLD="+threshold)
+			figures := regexp.MustCompile("(?m)^.*stdout>:(.* us .*)$").FindAllStringSubmatch(out, -1)
+			if err != nil || len(figures) != 2 {
+				b.Fatalf("%v: %s", err, out)
+			}
+			b.Logf("fusion threshold %s: %s; %s", threshold, figures[0][1], figures[1][1])
+		}
+	}
 }

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import unittest
 import unittest.mock
 import warnings
@@ -575,6 +576,31 @@ class Faulted(OnDevice):
 
     def test_in_flight(self) -> None:
         self.fault(True)
+
+
+class Cost(InTheJob):
+    """Prints the processor time of an allreduce on a device and in host memory, the least of many measurements. The libraries
+    of CUDA and NCCL are those that do nothing (internal/testcuda/standin/null.c).
+    """
+
+    def test_cost(self) -> None:
+        names = [f"x{i}" for i in range(100)]
+        for where, device in (f"device {DEVICE}", DEVICE), ("host", -1):
+            views = [None if device >= 0 else memoryview(bytearray(64)) for _ in names]
+            arrays = [[Array([16], view=view)] for view in views]
+            call_ns = all_ns = sys.maxsize
+            with unittest.mock.patch.object(fw, "device", lambda _, device=device: device):
+                for _ in range(300):
+                    thread, process = time.thread_time_ns(), time.process_time_ns()
+                    calls = [
+                        begin(ALLREDUCE, x, name, targets=x, reduction=_engine.Sum) for x, name in zip(arrays, names)
+                    ]
+                    call_ns = min(call_ns, time.thread_time_ns() - thread)
+                    for call in calls:
+                        call.results()
+                    all_ns = min(all_ns, time.process_time_ns() - process)
+            call_us, all_us = call_ns / 1e3 / len(names), all_ns / 1e3 / len(names)
+            print(f"{where}: {call_us:.1f} us of a call, {all_us:.1f} us with all of the engine")
 
 
 class WithoutNCCL(Fallback):
