@@ -67,9 +67,9 @@ type agentConn struct {
 
 // supervisor decides what follows from what agents say or do. The supervisor's goroutine calls its methods.
 type supervisor interface {
-	// handleReady handles that an agent is ready to start its ranks, and handleRefusal that it cannot be
-	// started or cannot start them.
+	// handleReady handles that the agent of c is ready to start its ranks.
 	handleReady(c *agentConn)
+	// handleRefusal handles that the agent of c cannot be started, or cannot start its ranks.
 	handleRefusal(c *agentConn, err error)
 	// handleReport handles the report p about the rank k.
 	handleReport(k *rank, p *report)
@@ -97,9 +97,9 @@ func (b *inbox) post(f func()) bool {
 	}
 }
 
-// agents starts the agents of the hosts and has the connections to them. Its fields belong to the
-// supervisor's goroutine unless noted otherwise. Goroutines that serve connections post to inbox what
-// supervisor is to know.
+// agents starts the agents of the hosts and has the connections to them. The first four fields do not change,
+// and the others belong to the supervisor's goroutine unless noted otherwise. Goroutines that serve connections
+// post calls of supervisor to inbox.
 type agents struct {
 	spec       *spec
 	console    *console

@@ -28,9 +28,9 @@ type Discovery struct {
 // readGrace is how long the output of the program is read after its end.
 const readGrace = 200 * time.Millisecond
 
-// run runs the program once, as a child of family f and with the environment env, and returns the hosts that
+// run runs the program once, as a child of the family children and with the environment env, and returns the hosts that
 // it prints.
-func (d *Discovery) run(ctx context.Context, f *family, env []string) ([]Host, error) {
+func (d *Discovery) run(ctx context.Context, children *family, env []string) ([]Host, error) {
 	fail := func(format string, args ...any) ([]Host, error) {
 		return nil, fmt.Errorf("host discovery: %s: "+format, append([]any{d.Command}, args...)...)
 	}
@@ -42,18 +42,18 @@ func (d *Discovery) run(ctx context.Context, f *family, env []string) ([]Host, e
 	var mine []*os.File
 	var status unix.WaitStatus
 	ended := newBatch()
-	pid, err := f.start(ended, func() (pid int, err error) {
+	pid, err := children.start(ended, func() (pid int, err error) {
 		mine, pid, err = startWithPipes(shell, []string{shell, "-c", d.Command}, env, null,
 			[]bool{true, true})
 		return pid, err
 	}, func(s unix.WaitStatus) { status = s })
-	f.complete(ended)
+	children.complete(ended)
 	if err != nil {
 		return fail("%w", err)
 	}
-	late := time.AfterFunc(d.Limit, func() { f.killGroup(pid) })
+	late := time.AfterFunc(d.Limit, func() { children.killGroup(pid) })
 	defer late.Stop()
-	stop := context.AfterFunc(ctx, func() { f.killGroup(pid) })
+	stop := context.AfterFunc(ctx, func() { children.killGroup(pid) })
 	defer stop()
 	var output [2]string
 	var read sync.WaitGroup

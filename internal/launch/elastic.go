@@ -75,7 +75,7 @@ func (j *job) beginElastic() {
 	})
 }
 
-// handleDiscovery handles the result of a call of Discover.
+// handleDiscovery handles the result of a call of Discovery.run.
 func (j *job) handleDiscovery(hosts []Host, err error, first bool) {
 	switch {
 	case err == nil:
@@ -107,7 +107,7 @@ func (j *job) memberEvents() <-chan func(*elastic.Machine, time.Time) elastic.Ou
 
 // nextTick returns when the machine must learn the time, or the zero time.
 func (j *job) nextTick() time.Time {
-	if j.o.Elastic == nil || j.members.over {
+	if !j.mayStart() {
 		return time.Time{}
 	}
 	return j.members.machine.Next()
@@ -219,8 +219,8 @@ func (j *job) addSlot(s elastic.Slot) *rank {
 	return k
 }
 
-// awaitsHosts reports whether the machine of an elastic job may still start processes.
-func (j *job) awaitsHosts() bool { return j.o.Elastic != nil && !j.members.over }
+// mayStart reports whether the machine of an elastic job may still start processes.
+func (j *job) mayStart() bool { return j.o.Elastic != nil && !j.members.over }
 
 // handleLeave takes the ranks on the host of c out of the job.
 func (j *job) handleLeave(c *agentConn) {

@@ -109,7 +109,7 @@ func (j *job) supervise(ctx context.Context) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
-	for (j.agents.open > 0 || j.awaitsHosts()) && j.phase != givenUp {
+	for (j.agents.open > 0 || j.mayStart()) && j.phase != givenUp {
 		var expired <-chan time.Time
 		at := j.deadline
 		if j.phase == running {
@@ -211,7 +211,7 @@ func (j *job) handleReady(c *agentConn) {
 	}
 }
 
-// handleRefusal handles that the agent of c cannot start its ranks.
+// handleRefusal handles that the agent of c cannot be started, or cannot start its ranks.
 func (j *job) handleRefusal(c *agentConn, err error) {
 	if j.o.Elastic == nil {
 		j.abort(err)
@@ -240,7 +240,7 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	}
 	switch {
 	case len(lost) > 0 || !j.begun || !c.ready || c.dropped.Load():
-	case j.o.Elastic != nil && !j.members.over:
+	case j.mayStart():
 		j.console.note("lost host %s, which had no rank any more: %v", c.host, err)
 	default:
 		c.cutShort(&j.agents, err)
@@ -479,15 +479,15 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	known := j.known()
 	failed := len(errs) > 0 || j.aborted != nil
 	written := make(chan struct{})
-	var agents error // error of awaitAgents; valid after written is closed
+	var agentsErr error // error of awaitAgents; valid after written is closed
 	go func() {
 		defer close(written)
 		j.agents.writers.Wait()
 		j.watchers.Wait()
 		j.surveys.working.Wait() // its text would be lost after the end of the console
-		agents = j.agents.awaitAgents(j.o.Kill)
+		agentsErr = j.agents.awaitAgents(j.o.Kill)
 		for _, c := range j.agents.conns {
-			agents = errors.Join(agents, c.lost)
+			agentsErr = errors.Join(agentsErr, c.lost)
 		}
 		text := all.failure(result)
 		if j.o.Inquiry != nil && (j.failed || !j.asked) {
@@ -499,7 +499,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		if text := all.restarts(result.Restarts) + j.members.changes.report(); text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		if failed || agents != nil {
+		if failed || agentsErr != nil {
 			j.console.put(chunk{err: true}) // the caller will print the error on standard error
 		}
 		j.console.close()
@@ -519,7 +519,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	for {
 		select {
 		case <-written:
-			errs = append(errs, agents)
+			errs = append(errs, agentsErr)
 			for r, k := range j.ranks {
 				result.Ranks[r].Stderr = k.streams[1].tail.lines
 				for _, s := range k.streams {
