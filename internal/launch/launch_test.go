@@ -538,18 +538,6 @@ func TestHelperObeysOnlyTheLauncher(t *testing.T) {
 	}
 }
 
-// TestHelperIsStopped stops a helper, so that the helper carries out no orders. The launcher must kill the
-// helper.
-func TestHelperIsStopped(t *testing.T) {
-	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
-	r.await("all processes", func() bool { return len(r.processes()) == 2*4 })
-	unix.Kill(r.helper("0"), unix.SIGSTOP)
-	r.signal(unix.SIGINT)
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
-}
-
 func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
 	for _, script := range []string{
 		"sleep 1000 & echo done",
