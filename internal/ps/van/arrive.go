@@ -120,12 +120,14 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 	if v.calls.any() {
 		v.blames.blame(p, why)
 	}
-	v.calls.fail(err)
 	if left {
+		v.calls.fail(err)
 		v.members.schedulerLeft()
 		return
 	}
-	v.members.mu.Lock() // so that addLink makes no link that nobody ends
+	// With mu, addLink makes no link that nobody ends, and no call that is woken finds the context still valid.
+	v.members.mu.Lock()
+	v.calls.fail(err)
 	v.cancel(err)
 	v.members.mu.Unlock()
 	for _, l := range *v.links.Load() {

@@ -51,7 +51,7 @@ func (v *Van) disconnect(n, known *pspb.Node) {
 
 // reconnect makes this worker connect with the server p, with which it has no connection: p has taken the
 // place of another process, or the connection has ended although p has not. The worker tries until p has
-// ended. At other nodes, and for other peers, reconnect does nothing. The caller holds mu.
+// ended. At other nodes, and for other peers, reconnect does nothing. The caller holds the mu of members.
 func (v *Van) reconnect(p Process) {
 	if v.cfg.Role != Worker || RoleOf(p.ID) != Server || !v.members.takesPart(p) ||
 		v.members.leaving || v.ctx.Err() != nil {
@@ -193,7 +193,8 @@ func (v *Van) AwaitReturn(ctx context.Context, id int) error {
 	return nil
 }
 
-// reaches reports whether this process is connected with node id, or never is. The caller holds mu.
+// reaches reports whether this process is connected with node id, or never is. The caller holds the mu of
+// members.
 func (v *Van) reaches(id int) bool {
 	if v.cfg.Role == RoleOf(id) && !v.members.neighbour(id) {
 		return true

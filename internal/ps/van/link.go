@@ -265,7 +265,7 @@ func (l *link) writeHeld() {
 
 // unacknowledged reports whether there are acknowledgements to send.
 func (l *link) unacknowledged() bool {
-	if !l.van.reliable {
+	if !l.van.cfg.Resend {
 		return false
 	}
 	l.mu.Lock()
@@ -360,7 +360,7 @@ func (l *link) pop(short bool) *flight {
 		}
 		f.m.Drop()
 	}
-	numbered := l.van.reliable && l.conn != nil
+	numbered := l.van.cfg.Resend && l.conn != nil
 	if l.queue.len() == 0 || numbered && l.out.full() {
 		return nil // an acknowledgement wakes the writer
 	}

@@ -542,8 +542,8 @@ func TestPolledFiles(t *testing.T) {
 	}
 }
 
-// TestMayPoll checks that a node polls only if there is a processor for each process of its host.
-func TestMayPoll(t *testing.T) {
+// TestHaveCores checks that a node polls only if there is a processor for each process of its host.
+func TestHaveCores(t *testing.T) {
 	processors := min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
 	for _, c := range []struct {
 		here, customers, elsewhere int

@@ -89,7 +89,7 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 
 // takePlace gives a process the place of one with the same role and number of nodes, which has ended. If the
 // process wants a rank, it gets the place of another rank only if any is set. If there is no place, takePlace
-// returns nil. The caller holds the van's mu.
+// returns nil. The caller holds the mu of members.
 func (s *scheduler) takePlace(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
 	v, first := s.van, hello.Nodes[0]
 	for _, id := range Members(groupOf(first.Role), v.cfg.NumServers, v.cfg.NumWorkers) {

@@ -42,7 +42,7 @@ type scheduler struct {
 	// late says how long others have waited only for a node. Its ranks are the ids of nodes.
 	late analysis.Held
 	// generation is the number of processes that have taken the place of another one. It is guarded by the
-	// van's mu.
+	// mu of members.
 	generation uint64
 }
 

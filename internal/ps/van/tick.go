@@ -56,7 +56,7 @@ func (v *Van) tick() {
 				v.heartbeat(beat)
 			}
 			for id, l := range *v.links.Load() {
-				if v.reliable && l.conn != nil {
+				if v.cfg.Resend && l.conn != nil {
 					l.resend(now)
 				}
 				// The goroutine that reads may be in a handler that takes long.

@@ -57,7 +57,6 @@ type Van struct {
 	members  *members
 	blames   *blames
 	calls    calls // to the scheduler
-	reliable bool
 
 	chunks  chunks
 	unwatch func()          // ends the calls about chunks of the arena; nil if no memory is shared
@@ -75,7 +74,7 @@ type Van struct {
 // New returns a Van that is not connected. It calls the methods of h from the beginning of Start until the
 // end of Stop.
 func New(cfg Config, h Handler) *Van {
-	v := &Van{cfg: cfg, log: cfg.Log, handler: h, reliable: cfg.Resend}
+	v := &Van{cfg: cfg, log: cfg.Log, handler: h}
 	if v.log == nil {
 		v.log = zap.NewNop()
 	}
@@ -304,7 +303,7 @@ func (v *Van) sendOn(l *link, m *Message, queue func(*link, *Message) error) err
 // own returns a message that stays the same until it is acknowledged. If the van may have to send m again,
 // and the frames of m belong to the caller, it copies them.
 func (v *Van) own(m *Message) *Message {
-	if !v.reliable || m.buf != nil || m.Data == nil {
+	if !v.cfg.Resend || m.buf != nil || m.Data == nil {
 		return m
 	}
 	c := m.Clone()
