@@ -77,6 +77,10 @@ class Framework(Generic[A]):
         """Returns the element type for the library. Raises ValueError if it has no such type."""
         raise NotImplementedError
 
+    def shape(self, x: A) -> Shape:
+        """Returns the shape of x for the engine. It depends only on the attribute shape."""
+        return x.shape
+
     def plain(self, x: A) -> int:
         """Returns the address of x's elements if they are in memory and operations can read and write them in place.
         Otherwise it returns 0.
@@ -780,10 +784,11 @@ class Engine:
     def call(
         self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any = None,
         take: Callable[[Call[A]], Any] | None = None, wait: bool = False, outputs: tuple[Shape, ...] | None = None,
-        keep: Callable[[Call[A]], None] | None = None,
+        begun: list[Call[A] | None] | None = None,
     ) -> Any:  # fmt: skip
         """Begins an operation and returns it. If wait is true, waits until it is done, and returns what its method wait
-        returns. Then keep gets the operation before it begins. take is the function that returns the result.
+        returns. Then begun, an empty list, gets an entry just before the operation begins. The entry is None, or the
+        operation if a signal handler has ended the wait with an exception. take is the function that returns the result.
 
         x is an array, or a sequence of arrays for a grouped operation. The result is written to target, which may be x
         itself. An operation whose result has a size that not only depends on the shapes (allgather, alltoall, gather,
@@ -820,17 +825,33 @@ class Engine:
                 slot.words[_INPUT] = slot.words[_OUTPUT] = slot.address = address
             slot.arrays = results = (x,)
         if wait:
-            call = Call(slot, 0, results, take, completion)
-            if keep is not None:
-                keep(call)
+            if begun is not None:
+                begun.append(None)
+            into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
+            call = None
             try:
-                return self._run(call, slot)
-            except BaseException:
+                status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
+                if status == PENDING:
+                    call = Call(slot, slot.words[_HANDLE], results, take, completion)
+                    call.settle()
+            except BaseException:  # of a signal handler
+                if call is None:
+                    call = Call(slot, slot.words[_HANDLE], results, take, completion)
                 if call.slot is not None:
-                    call.number = slot.words[_HANDLE]
                     if name is SYNC_NAME:
                         self._interrupted.append((_sync_key(op, process_set), call))
+                    if begun is not None:
+                        begun[0] = call
                 raise
+            if call is None:
+                slot.arrays = None
+                if status != SUCCESS:
+                    raise _error(status, completion)
+                slot.home.append(slot)
+                if take is None and completion is None:
+                    return results[0]
+                call = Call(None, 0, results, take, completion)
+            return call.wait()
         status = quick.hvd_submit(slot.at, slot.handle_at)
         if status == SUCCESS:
             return Call(slot, slot.words[_HANDLE], results, take, completion)
@@ -839,22 +860,6 @@ class Engine:
         if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job has failed
             raise call.error
         return call
-
-    @staticmethod
-    def _run(call: Call[Any], slot: Slot) -> Any:
-        """Runs the operation of a new call, and returns its result."""
-        completion = call.completion
-        into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
-        status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
-        if status == SUCCESS:
-            call.slot = slot.arrays = None
-            slot.home.append(slot)
-        elif status == PENDING:
-            call.number = slot.words[_HANDLE]
-        else:
-            call.slot = slot.arrays = None
-            raise _error(status, completion)
-        return call.wait()
 
     def _sync_name(self, op: Operation, process_set: ProcessSet) -> str | None:
         """Returns the name of a blocking operation to which the program has given none.
@@ -881,7 +886,7 @@ class Engine:
         if self._place is None:
             raise NotInitializedError()
         set_id = self.set_id(process_set, KIND_NAMES[op.kind])
-        shapes = tuple([x.shape for x in arrays])
+        shapes = tuple([fw.shape(x) for x in arrays])
         device, stream, in_memory = -1, None, False
         if fw.has_devices and arrays:
             device = fw.device(arrays[0])
@@ -893,7 +898,7 @@ class Engine:
                 else:
                     stream = fw.stream(device)
         if op.overwrites and outputs is None and device < 0:
-            key: tuple[Any, ...] = op, name, process_set, shapes[0], arrays[0].dtype
+            key: tuple[Any, ...] = op, name, process_set, arrays[0].shape, arrays[0].dtype
         else:
             key = op, name, process_set, shapes, tuple([x.dtype for x in arrays]), outputs, device
         home = self._slots.get(key)

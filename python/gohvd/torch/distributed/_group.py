@@ -171,7 +171,7 @@ class Calls:
         root: int = 0, splits: tuple[int, ...] = (),
     ) -> tuple[int, Call]:  # fmt: skip
         """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
-        and target are Parts, except that a barrier has none.
+        and target are a tensor or Parts, or None for a barrier.
         """
         if self._why_invalid:
             self._check_valid(what)
@@ -184,38 +184,6 @@ class Calls:
             self._calls = number = self._calls + 1
             self._last[slot] = weakref.ref(call)
         return number, call
-
-    def _run(
-        self, what: str, kind: int, source: Parts, opts: Any, target: Parts | None, reduce_op: int = _engine.Sum,
-        root: int = 0,
-    ) -> tuple[int, Call]:  # fmt: skip
-        """Does as _begin does, and waits until the operation is done. It crosses into the library once instead of twice.
-        """
-        if self._why_invalid:
-            self._check_valid(what)
-        how = _how(kind, reduce_op, root, (), getattr(opts, "timeout", None), self._timeout)
-        outputs = None if target is None or target is source else (target.shape,)
-        with self._lock:
-            slot = self._free_name()
-            self._calls = number = self._calls + 1
-            self._last[slot] = None
-        calls: list[Call] = []
-        try:
-            _engine.engine.call(
-                LISTS, how, self._names[slot], self._set, source, target, Call.results, True, outputs, calls.append
-            )
-        except BaseException as e:
-            if not calls or isinstance(e, ValueError):  # other ranks do not know of the call
-                with self._lock:
-                    if self._calls == number:
-                        self._calls -= 1
-            elif calls[0].slot is not None:  # an exception of a signal handler has interrupted the wait
-                self._last[slot] = lambda: calls[0]
-            elif isinstance(e, Exception):
-                calls[0].error = e
-                return number, calls[0]
-            raise
-        return number, calls[0]
 
     def _free_name(self) -> int:
         """Returns the index of the name of the next call. No operation with this name is in flight."""
@@ -243,19 +211,42 @@ class Calls:
         return Work(operation, source)
 
     def _one(
-        self, what: str, kind: int, source: Parts, target: Parts | None, result: Any, opts: Any,
-        reduce_op: int = _engine.Sum, root: int = 0,
+        self, what: str, kind: int, source: Any, target: Any, result: Any, opts: Any, reduce_op: int = _engine.Sum,
+        root: int = 0,
     ) -> dist.Work:  # fmt: skip
         """Begins an operation with one input and at most one output, and returns its work. If torch waits for the
-        operation anyway, it waits here, which saves most of the work.
+        operation anyway, it waits here. That crosses into the library once instead of twice, and needs no new work.
         """
-        if self._coalesced is None and not getattr(opts, "asyncOp", True):
-            number, call = self._run(what, kind, source, opts, target, reduce_op, root)
-            if call.error is None:
-                return DONE
-        else:
+        if self._coalesced is not None or getattr(opts, "asyncOp", True):
             number, call = self._begin(what, kind, source, opts, target, reduce_op, root)
-        return self._work(self._operation(what, number, [call], result))
+            return self._work(self._operation(what, number, [call], result))
+        if self._why_invalid:
+            self._check_valid(what)
+        how = _how(kind, reduce_op, root, (), opts.timeout, self._timeout)
+        outputs = None if target is None or target is source else (target.shape,)
+        with self._lock:
+            slot = self._free_name()
+            self._calls = number = self._calls + 1
+            self._last[slot] = None
+        begun: list[Call | None] = []
+        take = Call.results if target is None else None  # an operation without a target has no result
+        try:
+            _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, take, True, outputs, begun)
+            return DONE
+        except BaseException as e:
+            if not begun or isinstance(e, ValueError):  # other ranks do not know of the call
+                with self._lock:
+                    if self._calls == number:
+                        self._calls -= 1
+                raise
+            call = begun[0]
+            if call is not None:
+                self._last[slot] = lambda: call
+            if call is not None or not isinstance(e, Exception):
+                raise
+            failed = Call(None, 0, None)
+            failed.error = e
+            return self._work(self._operation(what, number, [failed], result))
 
     def _root(self, opts: Any) -> int:
         """Returns the rank of the root in the job."""
@@ -281,8 +272,7 @@ class Calls:
             return self._allreduce_sparse(tensors[0], opts)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
-        parts = Parts((flat,), (flat.numel(),))
-        return self._one("all_reduce", ALLREDUCE, parts, parts, given, opts, op)
+        return self._one("all_reduce", ALLREDUCE, flat, flat, given, opts, op)
 
     def _allreduce_sparse(self, t: Tensor, opts: Any) -> dist.Work:
         """Adds sparse tensors: it gathers the indices and the values of all ranks, in two calls of the group."""
@@ -310,8 +300,7 @@ class Calls:
         opts = _options(opts, dist.BroadcastOptions)
         (t,) = given = dense(tensors, 1)
         flat = moved(t)
-        parts = Parts((flat,), (flat.numel(),))
-        return self._one("broadcast", BROADCAST, parts, parts, given, opts, root=self._root(opts))
+        return self._one("broadcast", BROADCAST, flat, flat, given, opts, root=self._root(opts))
 
     # Collectives whose result has a part for each rank. A row of gohvd's operation is all that a rank contributes, so
     # ranks whose tensors have different numbers of elements get a mismatch error.
@@ -415,9 +404,8 @@ class Calls:
         opts = _options(opts, dist.ReduceOptions)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
-        parts = Parts((flat,), (flat.numel(),))
-        target = parts if opts.rootRank == self._rank else None
-        return self._one("reduce", REDUCE, parts, target, given, opts, reduce_op=op, root=self._root(opts))
+        target = flat if opts.rootRank == self._rank else None
+        return self._one("reduce", REDUCE, flat, target, given, opts, reduce_op=op, root=self._root(opts))
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = _options(opts, dist.GatherOptions)
@@ -468,9 +456,8 @@ class Calls:
         if rank is not None and not 0 <= rank < self._size:
             raise ValueError(f"{what}: got rank {rank}, want 0 to {self._size - 1}")
         peer = _engine.check_message(None if rank is None else ranks[rank], tag, self._set, kind)
-        parts = Parts((flat,), (flat.numel(),))
         how = operation(kind, peer=peer, tag=tag)
-        call = _engine.engine.call(LISTS, how, None, self._set, parts, parts if kind == RECV else None)
+        call = _engine.engine.call(LISTS, how, None, self._set, flat, flat if kind == RECV else None)
         label = f"{what} ({'any rank' if rank is None else f'rank {rank}'} and tag {tag} of group {self._label})"
         message = Operation(label, [call], given)
         message.limit = self._timeout
@@ -534,7 +521,7 @@ class Calls:
     # Barriers.
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        number, call = self._begin("barrier", BARRIER, (), opts)
+        number, call = self._begin("barrier", BARRIER, None, opts)
         return self._work(self._operation("barrier", number, [call], []))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""Sequences of tensors as one array of the engine, and the element types and reductions of torch.
+"""Tensors and sequences of tensors as one array of the engine, and the element types and reductions of torch.
 
-torch's operations work on lists of tensors, and gohvd's operations on one array. ``Parts`` stands for the elements of
-all tensors of a list, one after the other.
+For torch, the tensors of the ranks must have the same number of elements, and not the same shape. So a tensor is an array
+with one dimension. Other operations of torch work on lists of tensors, and gohvd's on one array. ``Parts`` stands for the
+elements of all tensors of a list, one after the other.
 """
 
 from __future__ import annotations
@@ -33,40 +34,44 @@ class Parts:
 
 
 class _Lists(_Torch):
-    """The engine's arrays are Parts, and the arrays that it makes are tensors."""
+    """The engine's arrays are tensors and Parts."""
 
     def operands(self, op: _engine.Operation, x: Any, target: Any) -> tuple[Any, Any]:
-        if not isinstance(x, Parts):
+        if x is None:
             return (), None  # a barrier has none
         arrays = [x]
         return arrays, None if target is None else arrays if target is x else [target]
 
-    def plain(self, x: Any) -> int:
-        tensors = x.tensors
-        return _Torch.plain(self, tensors[0]) if len(tensors) == 1 else 0
+    def shape(self, x: Any) -> Shape:
+        return x.shape if isinstance(x, Parts) else (x.numel(),)
 
     def address(self, x: Any) -> int:
         if isinstance(x, Parts):
-            first = x.tensors[0]
-            return super().address(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
-        return x.data_ptr()
+            if len(x.tensors) > 1:
+                return 0
+            x = x.tensors[0]
+        return super().address(x) if x.is_contiguous() else 0
 
     def copy(self, target: Any, source: Any) -> None:
         if isinstance(source, Parts):
             for t, piece in zip(source.tensors, _pieces(target, source)):
                 super().copy(piece, t)
-        else:
+        elif isinstance(target, Parts):
             for t, piece in zip(target.tensors, _pieces(source, target)):
                 super().copy(t, piece)
+        else:
+            super().copy(target, source)
 
     def wrap(self, memory: Any, shape: Shape, like: Any) -> Tensor:
         return super().wrap(memory, shape, like.tensors[0])
 
     def device(self, x: Any) -> int:
-        return super().device(x.tensors[0])
+        return super().device(x.tensors[0] if isinstance(x, Parts) else x)
 
     def empty(self, shape: Shape, like: Any, in_memory: bool = False) -> Tensor:
-        return super().empty(shape, like.tensors[0], in_memory)
+        if isinstance(like, Parts):
+            return super().empty(shape, like.tensors[0], in_memory)
+        return super().empty(like.shape, like, in_memory)  # for a copy of like
 
 
 def _pieces(staged: Tensor, parts: Parts) -> Sequence[Tensor]:
@@ -101,22 +106,30 @@ _OPS_OF_BOOLS = _by_hash({
 _OPS_OF_COMPLEX = _by_hash({dist.ReduceOp.SUM: _engine.Sum, dist.ReduceOp.AVG: _engine.Average})
 
 
+def _ops_of(dtype: torch.dtype) -> dict[int, tuple[str, int]]:
+    return _OPS_OF_BOOLS if dtype is torch.bool else _OPS_OF_COMPLEX if dtype.is_complex else _OPS
+
+
+# The number of each reduction that the library has for an element type, by the hash of the ReduceOp and the type.
+_REDUCTIONS = {(op, dtype): number for dtype in _DTYPES for op, (_, number) in _ops_of(dtype).items()}
+
+
 def reduction(op: Any, t: Tensor) -> tuple[int, Tensor]:
     """Returns the reduction of gohvd that computes the torch.distributed.ReduceOp op of the tensor t, and the tensor on
     which it works.
     """
     dtype = t.dtype
-    known = _OPS_OF_BOOLS if dtype is torch.bool else _OPS_OF_COMPLEX if dtype.is_complex else _OPS
+    number = _REDUCTIONS.get((hash(op), dtype))
+    if number is not None:
+        return number, t
+    known = _ops_of(dtype)
     found = known.get(hash(op))
     if found is None:
         kind = getattr(op, "op", op)
         name, wanted = getattr(kind, "name", kind), ", ".join([f"ReduceOp.{name}" for name, _ in known.values()])
         raise ValueError(f"ReduceOp.{name} of {dtype} tensors is not supported: want one of {wanted}")
-    number = found[1]
-    if dtype in _DTYPES:
-        return number, t
     if dtype.is_complex:
-        return number, moved(t)
+        return found[1], moved(t)
     raise TypeError(f"reductions of {dtype} tensors are not supported")
 
 

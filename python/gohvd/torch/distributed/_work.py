@@ -364,7 +364,12 @@ class Work(dist.Work):
             _keep(self)
 
 
-DONE = Work(Operation("an operation", [], []))
+class _Done(Work):
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+
+DONE = _Done(Operation("an operation", [], []))
 """The work of operations that are done before torch gets it, and whose result is not asked for."""
 DONE._operation.finish()
 
