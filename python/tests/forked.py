@@ -2,7 +2,8 @@
 start.
 
 The ranks of all jobs are forked from this process, which has imported torch, because that import takes longer than most of
-the tests. Each rank calls run(rank, size, init_method, args) of the module. After each job, a line with its exit codes is printed.
+the tests. Each rank calls run(rank, size, init_method, args) of the module. After each job, a line with its exit codes is
+printed.
 """
 
 from __future__ import annotations
