@@ -264,6 +264,7 @@ for step in range(1000000):
 // metrics and its report on SIGQUIT contain all ranks, and the root cause is the rank that has failed, and
 // not one whose operation has failed because of it.
 func TestTorchDistributedUnderHvdrun(t *testing.T) {
+	t.Parallel()
 	python := testnet.NewTorch(t)
 	for how, want := range map[string]string{
 		"exits":   "  rank 1: exit status 0\n",

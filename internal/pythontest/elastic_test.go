@@ -58,6 +58,7 @@ func ends(t *testing.T, cmd *exec.Cmd, want map[string]int) {
 // one of a program. If the rank dies before the vote about the commit of step 12, the others go on with the
 // commit before it, that of step 9.
 func TestElasticTorch(t *testing.T) {
+	t.Parallel()
 	for _, c := range []struct{ state, victim, where string }{
 		{"TorchState", "0", "anywhere"}, {"TorchState", "1", "commit"}, {"State", "0", "anywhere"},
 	} {

@@ -191,6 +191,7 @@ else:
 // TestParameterServerFailed checks that the other nodes learn that the program of a node has failed, and why,
 // before its process ends.
 func TestParameterServerFailed(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t)
 	for how, reason := range map[string]string{
 		"with": "its program raised ValueError: no data", "raise": "its program raised ValueError: no data",

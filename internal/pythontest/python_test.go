@@ -288,6 +288,7 @@ const deathLimit = 30
 // exception. Rank 0 gets an error that names rank 1, even if forked workers of rank 1 still run. In a
 // sidecar, it is the same.
 func TestPythonKilled(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t) // which brings numpy
 	for _, c := range []struct {
 		how     string
@@ -340,6 +341,7 @@ while True:
 
 // hvdrun is killed. Afterwards no rank, forked worker or sidecar of the job is running.
 func TestHvdrunKilled(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t) // which brings numpy
 	t.Run("in process", func(t *testing.T) { hvdrunKilled(t, 2) })
 	t.Run("sidecar", func(t *testing.T) { hvdrunKilled(t, 3, sidecarVariable) })

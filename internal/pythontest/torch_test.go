@@ -51,6 +51,7 @@ sys.stdout.write("%s\ninit took %s\n" % (" ".join(map(str, got)), times))
 // Ranks are started by torchrun, or by hand with PyTorch's four variables. They form one job of gohvd, even
 // if they also use PyTorch's process group at the same port. The two can be initialized in either order.
 func TestBesideTorch(t *testing.T) {
+	t.Parallel()
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(besideTorch), 0o600); err != nil {
