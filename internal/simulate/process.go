@@ -13,13 +13,12 @@ import (
 
 // process simulates a rank. Its turns are those of internal/engine (events.turn in negotiation.go).
 type process struct {
-	j       *job
-	rank    topo.Rank
-	host    *host
-	member  *controller.Member
-	coord   *controller.Coordinator // at rank 0
-	forward forwarder               // at leaders
-	led     []topo.Rank             // the ranks that this rank leads, without itself
+	j        *job
+	rank     topo.Rank
+	host     *host
+	member   *controller.Member
+	coord    *controller.Coordinator // at rank 0
+	combiner *controller.Combiner    // at leaders
 
 	inbox    []event
 	queued   []asked // requests to submit
@@ -38,18 +37,6 @@ type process struct {
 
 // content counts the votes and the full requests in a frame of a rank.
 type content struct{ votes, asks int }
-
-// forwarder passes on the frames of the ranks of a host. controller.Combiner is one.
-type forwarder interface {
-	Tick(now time.Duration)
-	Up(from topo.Rank, frame []byte)
-	Lost(r topo.Rank, reason string)
-	Down(to []topo.Rank, d *message.Down)
-	Ready() (parts []message.Part, quiet []topo.Rank)
-	Advance()
-	Fail() []topo.Rank
-	Next() time.Duration
-}
 
 // build makes the processes.
 func (j *job) build() {
@@ -74,21 +61,17 @@ func (j *job) build() {
 	}
 	for r := range n {
 		p := &process{j: j, rank: topo.Rank(r), host: &j.hosts[r/cfg.PerHost], wake: controller.Never}
+		led := []topo.Rank{p.rank}
 		if r > 0 && j.leaders != nil && j.leaders[r] == p.rank && r%cfg.PerHost == 0 {
 			for l := r + 1; l < min(r+cfg.PerHost, n); l++ {
-				p.led = append(p.led, topo.Rank(l))
+				led = append(led, topo.Rank(l))
 			}
 		}
 		m := controller.MemberConfig{Rank: p.rank, Sets: own[r], Leader: j.upstream(p.rank),
-			LivenessTimeout: cfg.Liveness, Keeps: len(p.led) > 0}
-		if len(p.led) > 0 {
-			ranks := append([]topo.Rank{p.rank}, p.led...)
-			if cfg.Policy == Leaders {
-				m.Combiner = controller.NewCombiner(ranks, sets, 0)
-				p.forward = m.Combiner
-			} else {
-				p.forward = newRelay(ranks, cfg.RelayHold)
-			}
+			LivenessTimeout: cfg.Liveness, Keeps: len(led) > 1}
+		if len(led) > 1 {
+			p.combiner = controller.NewCombiner(led, sets, 0)
+			m.Combiner = p.combiner
 		}
 		p.member = controller.NewMember(m, 0)
 		j.all = append(j.all, p)
@@ -136,8 +119,8 @@ func (p *process) turn() {
 		begun = p.j.cfg.CPU()
 	}
 	p.member.Tick(now)
-	if p.forward != nil {
-		p.forward.Tick(now)
+	if p.combiner != nil {
+		p.combiner.Tick(now)
 	}
 	if p.coord != nil {
 		p.coord.Tick(now)
@@ -170,8 +153,8 @@ func (p *process) turn() {
 		}
 		again = p.memberReady() && p.coord != nil
 	}
-	if p.forward != nil {
-		p.forwardReady()
+	if p.combiner != nil {
+		p.combinerReady()
 	}
 	p.load.Turns++
 	if p.j.cfg.CPU != nil {
@@ -192,8 +175,8 @@ func (p *process) turn() {
 	if p.coord != nil {
 		next = min(next, p.coord.Next())
 	}
-	if p.forward != nil {
-		next = min(next, p.forward.Next())
+	if p.combiner != nil {
+		next = min(next, p.combiner.Next())
 	}
 	if next != controller.Never {
 		p.wakeAt(max(next, p.busy))
@@ -216,8 +199,8 @@ func (p *process) memberReady() (sent bool) {
 		switch {
 		case p.coord != nil:
 			p.coordinatorStep(p.rank, frame)
-		case p.forward != nil:
-			p.forwardUp(p.rank, frame, count(up))
+		case p.combiner != nil:
+			p.combine(p.rank, frame, count(up))
 		default:
 			p.send(p.j.upstream(p.rank), frame, count(up))
 		}
@@ -261,12 +244,12 @@ func (p *process) run(g *controller.Grant) {
 // receive handles a frame or the end of a connection.
 func (p *process) receive(e event) {
 	c := &p.j.cfg.Costs
-	led := p.forward != nil && e.from != 0
+	led := p.combiner != nil && e.from != 0
 	if e.frame == nil {
 		const why = "its control connection ended"
 		switch {
 		case led:
-			p.forward.Lost(e.from, why)
+			p.combiner.Lost(e.from, why)
 		case p.coord != nil:
 			p.coord.Lost(e.from, why)
 		default:
@@ -280,8 +263,8 @@ func (p *process) receive(e event) {
 	p.spend(c.KiB*time.Duration(len(e.frame))/1024, 1)
 	switch {
 	case led:
-		p.forwardUp(e.from, e.frame, e.has)
-	case p.forward != nil:
+		p.combine(e.from, e.frame, e.has)
+	case p.combiner != nil:
 		p.distribute(e.frame)
 	case p.coord != nil && message.IsCombined(e.frame):
 		p.combinedStep(e.from, e.frame)
@@ -295,15 +278,13 @@ func (p *process) receive(e event) {
 // headerBytes is the length of the header of a frame on a control connection.
 const headerBytes = 8
 
-// forwardUp passes a frame of a rank of this host to the forwarder.
-func (p *process) forwardUp(from topo.Rank, frame []byte, has content) {
+// combine passes a frame of a rank of this host to the combiner.
+func (p *process) combine(from topo.Rank, frame []byte, has content) {
 	c := &p.j.cfg.Costs
 	p.spend(c.Forward, 1)
-	if p.j.cfg.Policy == Leaders {
-		p.spend(c.HeldVote, has.votes)
-		p.spend(c.HeldAsk, has.asks)
-	}
-	p.forward.Up(from, frame)
+	p.spend(c.HeldVote, has.votes)
+	p.spend(c.HeldAsk, has.asks)
+	p.combiner.Up(from, frame)
 }
 
 // count returns what a frame has.
@@ -317,18 +298,18 @@ func count(u *message.Up) (has content) {
 	return has
 }
 
-// forwardReady sends the frames of the forwarder.
-func (p *process) forwardReady() {
-	parts, quiet := p.forward.Ready()
+// combinerReady sends the frames of the combiner.
+func (p *process) combinerReady() {
+	parts, quiet := p.combiner.Ready()
 	if len(parts) > 0 {
 		p.send(0, message.AppendCombined(nil, parts), content{})
 	}
-	p.forward.Advance()
+	p.combiner.Advance()
 	if len(quiet) > 0 {
 		p.sendDown(quiet, &message.Down{Type: message.DownHeartbeat})
 	}
 	if v := p.member.Verdict(); v != nil {
-		if to := p.forward.Fail(); len(to) > 0 {
+		if to := p.combiner.Fail(); len(to) > 0 {
 			p.sendDown(to, &message.Down{Type: message.DownFail, Ranks: v.Ranks, Reason: v.Reason})
 		}
 	}
@@ -352,7 +333,7 @@ func (p *process) distribute(frame []byte) {
 		return
 	}
 	d := p.decode(frame)
-	p.forward.Down(to, d)
+	p.combiner.Down(to, d)
 	for _, r := range to {
 		if r != p.rank {
 			p.send(r, frame, content{})
@@ -475,7 +456,7 @@ func (p *process) coordinatorReady() {
 }
 
 // leads reports whether the frames of rank r pass through a leader.
-func (j *job) leads(r topo.Rank) bool { return j.leaders != nil && j.all[j.leaders[r]].forward != nil }
+func (j *job) leads(r topo.Rank) bool { return j.leaders != nil && j.all[j.leaders[r]].combiner != nil }
 
 // send sends a frame. The time of the turn goes on, and the frame arrives after that.
 func (p *process) send(to topo.Rank, frame []byte, has content) {

@@ -32,29 +32,18 @@ func TestScale(t *testing.T) {
 		out.Reset()
 	}
 	sizes := slicesUpTo(64, 1024, 16384)
-	type variant struct {
-		policy Policy
-		hold   time.Duration
-	}
-	leaders := variant{policy: Leaders}
-	every := []variant{{policy: Star}, leaders, {Relay, 50 * time.Microsecond}, {Relay, time.Millisecond},
-		{Relay, 200 * time.Millisecond}}
-	steps := func(workload *Workload, bursts int, variants ...variant) {
+	steps := func(workload *Workload, bursts int, policies ...Policy) {
 		row("workload\t|\tranks\t|\tpolicy\t|\tstep\t|\tconnections\t|\tframes\t|\tKiB\t|\tCPU, rank 0\t|\tleader\t|\tmember\t|\tlatency")
 		row("---\t|\t---:\t|\t---\t|\t---\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:")
 		for _, ranks := range sizes {
-			for _, v := range variants {
-				p, name := v.policy, string(v.policy)
-				if v.hold > 0 {
-					name += " " + short(v.hold)
-				}
+			for _, p := range policies {
 				if ranks > 1024 && p == Star {
 					continue // it takes too long
 				}
 				r := mustRun(t, Config{Ranks: ranks, Policy: p, Workload: workload, Steps: 2, Bursts: bursts,
-					Backward: 100 * time.Millisecond, Jitter: 0.02, Seed: 1, RelayHold: v.hold})
+					Backward: 100 * time.Millisecond, Jitter: 0.02, Seed: 1})
 				for i, s := range r.Steps {
-					row("%s\t|\t%d\t|\t%s\t|\t%s\t|\t%d\t|\t%d\t|\t%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s", workload.Name, ranks, name,
+					row("%s\t|\t%d\t|\t%s\t|\t%s\t|\t%d\t|\t%d\t|\t%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s", workload.Name, ranks, p,
 						[]string{"uncached", "cached"}[i], s.Connections, s.Root.FramesIn+s.Root.FramesOut,
 						(s.Root.BytesIn+s.Root.BytesOut)>>10, short(s.Root.CPU), short(s.Leader.CPU),
 						short(s.Member.CPU), short(s.Latency))
@@ -64,11 +53,11 @@ func TestScale(t *testing.T) {
 		}
 		flush()
 	}
-	steps(Small(1), 1, every...)
+	steps(Small(1), 1, Star, Leaders)
 	sizes = slicesUpTo(64, 1024)
-	steps(shapes(t, "resnet50"), 10, every...)
-	steps(shapes(t, "gpt2"), 10, leaders)
-	steps(Sharded(8, 32), 8, leaders)
+	steps(shapes(t, "resnet50"), 10, Star, Leaders)
+	steps(shapes(t, "gpt2"), 10, Leaders)
+	steps(Sharded(8, 32), 8, Leaders)
 
 	row("ranks\t|\tfault\t|\tverdict at all ranks")
 	row("---:\t|\t---\t|\t---:")
@@ -155,9 +144,9 @@ func memory(t *testing.T, ranks int, w *Workload) (coordinator, leader, member u
 	member, before = (before-after)/members, after
 	leaders := uint64(0)
 	for _, p := range j.all {
-		if p.forward != nil {
+		if p.combiner != nil {
 			leaders++
-			p.forward = nil
+			p.combiner = nil
 		}
 	}
 	return coordinator, (before - heap()) / max(leaders, 1), member

@@ -32,7 +32,6 @@ type Policy string
 const (
 	Star    Policy = "star"    // every rank has a connection to rank 0
 	Leaders Policy = "leaders" // controller.Combiner, which real jobs of more than 64 ranks use
-	Relay   Policy = "relay"   // the lowest rank of a host bundles frames and does not interpret them
 )
 
 // Config describes a simulated job.
@@ -45,7 +44,6 @@ type Config struct {
 	Backward       time.Duration // time from the first to the last part
 	Jitter         float64       // greatest relative deviation of a rank's Backward
 	CacheCapacity  int
-	RelayHold      time.Duration // how long a relay holds a frame
 	Seed           uint64
 	Costs          Costs
 	// CPU, if not nil, reads a clock of CPU time, which measures what the state machines use (Load.Real).
@@ -314,7 +312,7 @@ func (j *job) record() {
 		switch {
 		case p.rank == 0:
 			s.Root = l
-		case p.forward != nil:
+		case p.combiner != nil:
 			s.Leader.add(l)
 			s.Leaders++
 		default:
