@@ -8,6 +8,7 @@ import (
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/responsecache"
 )
 
 // CoordinatorConfig configures a Coordinator.
@@ -101,6 +102,8 @@ type Coordinator struct {
 	events, oldEvents []Event
 	stallReports      uint64
 
+	group responsecache.Members // memory for relayVotes
+
 	// decide reuses the memory of the fields below.
 	decision message.Down // the decisions about all sets
 	states   []*setState  // the sets about which something was decided
@@ -128,6 +131,9 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 		plan: cfg.Plan, sets: c.sets,
 	}
 	for r := range c.ranks.all {
+		if c.ranks.leaderOf(topo.Rank(r)) == topo.Rank(r) {
+			c.ranks.direct = append(c.ranks.direct, topo.Rank(r))
+		}
 		c.ranks.all[r].lastReceived, c.ranks.all[r].lastSent = now, now
 		c.ranks.eachKeeper(topo.Rank(r), func(keeper topo.Rank) {
 			c.ranks.all[keeper].open++
@@ -197,13 +203,27 @@ func (c *Coordinator) Expire() {
 	case c.state != running && c.state != stopping:
 	case c.now >= c.suspicion.due(&c.ranks):
 		c.fail(c.suspicion.verdict(&c.ranks))
-	case len(c.ranks.silent(c.cfg.LivenessTimeout)) > 0:
+	case c.now >= c.ranks.silentDue && len(c.ranks.silent(c.cfg.LivenessTimeout)) > 0:
 		c.failSilent()
 	case c.state == stopping && c.now-c.progress >= closeTimeout:
 		c.endStuckShutdown()
 	case c.state == running:
 		c.checkStalls()
 	}
+	if c.now >= c.ranks.silentDue {
+		c.ranks.silentDue = c.ranks.nextSilent(c.cfg.LivenessTimeout)
+	}
+}
+
+// nextSilent returns a time before which no rank has been silent for the duration d.
+func (t *roster) nextSilent(d time.Duration) time.Duration {
+	next := Never
+	for i := range t.all {
+		if t.needs(topo.Rank(i)) {
+			next = min(next, t.all[i].lastReceived+d)
+		}
+	}
+	return next
 }
 
 // silent returns the ranks that the job needs and that have sent nothing for the duration d.
@@ -254,7 +274,7 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	}
 	c.disturb()
 	k := &c.ranks.all[from]
-	k.lastReceived = c.now
+	c.ranks.received(from, 0)
 	// In lock-step, the news may have overtaken this frame, because collectives of another library do not use
 	// the control connection.
 	overtaken, latest := relayed, c.cycle
@@ -267,10 +287,7 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 			up.Seen, k.seen, latest))
 		return
 	}
-	if up.Seen > k.seen {
-		k.seen = up.Seen
-		c.forget(from)
-	}
+	c.ranks.received(from, up.Seen)
 	switch up.Type {
 	case message.UpHeartbeat:
 		k.executing.handle(up, c.waits)
@@ -379,11 +396,15 @@ func (t *setTable) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
 	return nil, 0
 }
 
-// forget drops erased cache entries and removed sets that no frame in flight can refer to anymore. It must be
-// called when rank r has seen more cycles than before.
-func (c *Coordinator) forget(r topo.Rank) {
+// forget drops erased cache entries and removed sets that no frame in flight can refer to anymore, if ranks
+// have acknowledged cycles in this turn.
+func (c *Coordinator) forget() {
+	if !c.ranks.acknowledged {
+		return
+	}
+	c.ranks.acknowledged = false
 	for _, s := range c.sets.sets {
-		if s.cache.Remembered() > 0 && s.index(r) >= 0 {
+		if s.cache.Remembered() > 0 {
 			s.cache.Forget(c.leastSeen(s.Ranks))
 		}
 	}
@@ -563,6 +584,7 @@ func (c *Coordinator) Ready() []Outgoing {
 	if c.now < c.quiet {
 		return nil
 	}
+	c.forget()
 	if !c.cfg.Lockstep {
 		if c.leaving > 0 && c.state == running {
 			c.checkLeavers()
@@ -588,6 +610,22 @@ func (c *Coordinator) Advance() {
 	clear(c.out)
 	c.out = c.out[:0]
 	c.settled = len(c.timeouts) == 0 // Expire handles timeouts, but it was called before Ready
+}
+
+// nextDirect returns a time before which no direct rank needs a heartbeat or has been silent for the duration
+// d. A rank behind a leader is silent only when a frame from its leader arrives.
+func (t *roster) nextDirect(d time.Duration) time.Duration {
+	next := Never
+	for _, r := range t.direct {
+		k := &t.all[r]
+		if !k.lost && !k.closed {
+			next = min(next, k.lastSent+heartbeatPeriod)
+		}
+		if t.needs(r) {
+			next = min(next, k.lastReceived+d)
+		}
+	}
+	return next
 }
 
 // decide issues a cycle. Each rank gets a frame with the decisions about its own sets. Ranks that get
@@ -622,6 +660,10 @@ func (c *Coordinator) decide() {
 	}
 	c.cycle, c.lastCycle = next, c.now
 	c.stopSent = stop
+	if len(c.states) == 1 && !stops && tuning == nil {
+		c.sendCycle(c.states[0])
+		return
+	}
 	first := len(c.out)
 rank:
 	for r := range c.ranks.all {
@@ -661,6 +703,31 @@ rank:
 	}
 }
 
+// sendCycle emits a cycle that has only decisions about the set s.
+func (c *Coordinator) sendCycle(s *setState) {
+	o := c.newOutgoing()
+	o.Down.Type, o.Down.Cycle, o.Down.Reason = message.DownCycle, c.cycle, c.stopReason
+	o.Down.Ranks = append(o.Down.Ranks, c.stopRanks...)
+	o.Down.Sets = append(o.Down.Sets, c.decision.Sets[0])
+	if c.leaving == 0 {
+		o.To = append(o.To, s.Ranks...)
+	} else { // only ranks that are leaving were stopped
+		for _, r := range s.Ranks {
+			if c.ranks.all[r].stop == 0 {
+				o.To = append(o.To, r)
+			}
+		}
+	}
+	for _, r := range c.ranks.direct {
+		if s.index(r) >= 0 {
+			c.ranks.all[r].lastSent = c.now
+		}
+	}
+	if len(o.To) > 0 {
+		c.out = append(c.out, o)
+	}
+}
+
 // newOutgoing returns an empty frame without recipients. It reuses the memory of an earlier frame if there is
 // one.
 func (c *Coordinator) newOutgoing() Outgoing {
@@ -691,6 +758,9 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 // ranks when a rank has announced its shutdown and not left for as long. A heartbeat names such ranks.
 // Leaders send the other heartbeats to the ranks behind them.
 func (c *Coordinator) sendHeartbeats() {
+	if c.leaving == 0 && c.now < c.ranks.beatDue {
+		return
+	}
 	var leaving, quiet []topo.Rank
 	news := false
 	for r := range c.ranks.all {
@@ -723,20 +793,10 @@ func (c *Coordinator) Next() time.Duration {
 	if c.now < c.quiet {
 		return c.quiet
 	}
-	next := Never
-	for r := range c.ranks.all {
-		k := &c.ranks.all[r]
-		if c.ranks.leaderOf(topo.Rank(r)) != topo.Rank(r) {
-			continue // the next turn for this rank is due when a frame from its leader arrives
-		}
-		if !k.lost && !k.closed {
-			next = min(next, k.lastSent+heartbeatPeriod)
-		}
-		if c.ranks.needs(topo.Rank(r)) {
-			next = min(next, k.lastReceived+c.cfg.LivenessTimeout)
-		}
+	if c.now >= c.ranks.beatDue {
+		c.ranks.beatDue = c.ranks.nextDirect(c.cfg.LivenessTimeout)
 	}
-	next = min(next, c.suspicion.due(&c.ranks))
+	next := min(c.ranks.beatDue, c.suspicion.due(&c.ranks))
 	if c.state == stopping {
 		next = min(next, c.progress+closeTimeout)
 	}

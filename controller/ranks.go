@@ -12,6 +12,12 @@ type roster struct {
 	// leaders and groups are those of CoordinatorConfig.
 	leaders, groups []topo.Rank
 	now             time.Duration // the time of the last Tick
+	acknowledged    bool          // whether a rank has acknowledged a cycle in this turn
+	// direct are the ranks without a leader.
+	direct []topo.Rank
+	// Before beatDue, no direct rank needs a heartbeat, and before both times no rank has been silent for the
+	// liveness timeout. So a turn need not visit all ranks.
+	beatDue, silentDue time.Duration
 }
 
 // rankState is the state of a rank at the coordinator.

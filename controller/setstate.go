@@ -126,7 +126,7 @@ type plan struct {
 func newSetState(s Set, cacheCapacity int, w *waits, leaving func(topo.Rank) bool) *setState {
 	return &setState{
 		Set:     s,
-		cache:   responsecache.NewPrimary(cacheCapacity, len(s.Ranks)),
+		cache:   responsecache.NewPrimary(cacheCapacity),
 		table:   make(map[string]*tableRow),
 		joined:  newJoinState(len(s.Ranks)),
 		waits:   w,
@@ -164,6 +164,40 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 		s.completeBit(bit)
 	}
 	return nil
+}
+
+// canVote reports whether voteTogether can count the votes of several members for the given bits.
+func (s *setState) canVote(g *responsecache.Members, bits message.Bits, seen uint64) bool {
+	if s.joined.count > 0 {
+		return false
+	}
+	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
+		if !s.cache.CanVote(g, bit, seen) {
+			return false
+		}
+	}
+	return true
+}
+
+// voteTogether counts the votes of several members for the given bits, as vote does for each of them.
+func (s *setState) voteTogether(g *responsecache.Members, bits message.Bits, times *askTimes) {
+	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
+		begun := s.cache.Votes(bit) > 0
+		s.cache.VoteTogether(g, bit)
+		w := s.bitWait(bit)
+		if begun {
+			w.since = min(w.since, times.first)
+			w.arrived(times.secondBy, times.second)
+		} else {
+			*w = s.waits.beginAt(times.first)
+			w.latest, w.others, w.by = times.second, times.second, times.secondBy
+		}
+		w.arrived(times.latestBy, times.latest)
+		if s.cache.Votes(bit) == len(s.Ranks) {
+			s.waits.over(w)
+			s.completeBit(bit)
+		}
+	}
 }
 
 // bitWait returns the wait of the cached tensor with the given bit.

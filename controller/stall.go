@@ -109,13 +109,37 @@ func (w *waits) beginAt(since time.Duration) wait {
 
 // arrived records that rank r has made a request for the tensor. Requests that leaders have held need not
 // arrive in the order of their times.
-func (w *waits) arrived(r topo.Rank, x *wait) {
-	x.since = min(x.since, w.now)
-	if w.now >= x.latest {
-		x.others, x.latest, x.by = x.latest, w.now, r
+func (w *waits) arrived(r topo.Rank, x *wait) { x.arrived(r, w.now) }
+
+func (x *wait) arrived(r topo.Rank, at time.Duration) {
+	x.since = min(x.since, at)
+	if at >= x.latest {
+		x.others, x.latest, x.by = x.latest, at, r
 	} else {
-		x.others = max(x.others, w.now)
+		x.others = max(x.others, at)
 	}
+}
+
+// askTimes has the times at which requests of at least two ranks for the same tensors arrived: the first, the
+// latest, and the second latest, with the ranks of the last two.
+type askTimes struct {
+	first, latest, second time.Duration
+	latestBy, secondBy    topo.Rank
+	count                 int
+}
+
+func (t *askTimes) add(r topo.Rank, at time.Duration) {
+	if t.count == 0 {
+		t.first = at
+	}
+	t.first = min(t.first, at)
+	switch {
+	case t.count == 0 || at >= t.latest:
+		t.second, t.secondBy, t.latest, t.latestBy = t.latest, t.latestBy, at, r
+	case t.count == 1 || at >= t.second:
+		t.second, t.secondBy = at, r
+	}
+	t.count++
 }
 
 // over records that a wait is over because the last rank that was missing has made its request.

@@ -122,12 +122,15 @@ func TestPrimaryIsItsModel(t *testing.T) {
 func playModel(t *testing.T, seed uint64) (lateVotes int) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	members := 1 + rng.IntN(4)
+	if rng.IntN(20) == 0 {
+		members += 62 // so that vectors of members have several words
+	}
 	m := &model{
 		capacity: rng.IntN(6), members: members,
 		entries: make(map[uint32]*entry), invalidations: make(map[string]int),
 		history: []map[uint32]*message.Response{{}},
 	}
-	p := responsecache.NewPrimary(m.capacity, members)
+	p := responsecache.NewPrimary(m.capacity)
 	var follower responsecache.Cache
 	seen := make([]uint64, members)
 	check := func(ok bool, format string, args ...any) {
@@ -165,6 +168,28 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				e.votes[i] = true
 				check(p.Votes(bit) == m.votes(bit), "vote for bit %d: %d votes of %v", bit, p.Votes(bit),
 					e.votes)
+			}
+		case 4: // members vote together
+			var g responsecache.Members
+			bit, cycle := randomBit(), rng.Uint64N(m.cycle()+1)
+			e, together := m.entries[bit], []int(nil)
+			want := e != nil && m.history[cycle][bit] == e.r
+			for i := range members {
+				if rng.IntN(2) == 0 {
+					g.Add(i)
+					together = append(together, i)
+					want = want && !e.votes[i]
+				}
+			}
+			check(p.CanVote(&g, bit, cycle) == want, "votes of %v for bit %d of cycle %d: want %v", together, bit,
+				cycle, want)
+			if want {
+				p.VoteTogether(&g, bit)
+				for _, i := range together {
+					e.votes[i] = true
+				}
+				check(p.Votes(bit) == m.votes(bit), "votes of %v for bit %d: %d votes of %v", together, bit,
+					p.Votes(bit), e.votes)
 			}
 		case 0: // the parameters of a tensor change, which erases its bit
 			bit := randomBit()
@@ -228,10 +253,10 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				len(m.erasures), len(m.unissued))
 		}
 		check(p.Len() == len(m.entries), "%d entries, want %d", p.Len(), len(m.entries))
-		ready, complete := p.Ready(), m.complete()
+		complete := m.complete()
 		for bit := range uint32(m.capacity + 2) {
-			check(ready.Has(bit) == slices.Contains(complete, bit),
-				"the AND of the rows is %x, complete are %v", ready, complete)
+			check((m.entries[bit] != nil && p.Votes(bit) == members) == slices.Contains(complete, bit),
+				"bit %d, complete are %v", bit, complete)
 			for i := range members {
 				e := m.entries[bit]
 				check(p.Voted(i, bit) == (e != nil && e.votes[i]), "member %d voted for bit %d: %v", i, bit,

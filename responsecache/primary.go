@@ -26,8 +26,9 @@ type Primary struct {
 	// All entries form a list, ordered by their last grants. oldest and newest are the bits at the ends of
 	// the list, or -1 if there are no entries.
 	oldest, newest int32
-	// rows holds a bit vector for each member, with the member's votes that have not been granted.
-	rows []message.Bits
+	// voters holds for each bit a bit vector of the members whose votes for it have not been granted. It is nil
+	// if no member has voted for the bit.
+	voters []message.Bits
 
 	erased []erasedEntry
 	// unissued is the number of elements at the end of erased that Issue has not returned yet.
@@ -52,13 +53,12 @@ type erasedEntry struct {
 	put, erase uint64 // the cycles of Assign and of the erasure; erase is MaxUint64 until Issue
 }
 
-// NewPrimary returns an empty Primary for a process set with the given number of members. capacity is the
-// maximum number of entries. If capacity is 0, nothing is cached.
-func NewPrimary(capacity, members int) *Primary {
+// NewPrimary returns an empty Primary. capacity is the maximum number of entries. If capacity is 0, nothing is
+// cached.
+func NewPrimary(capacity int) *Primary {
 	return &Primary{
 		capacity: min(capacity, message.MaxCacheBits),
 		oldest:   -1, newest: -1,
-		rows:          make([]message.Bits, members),
 		invalidations: make(map[string]int),
 	}
 }
@@ -70,10 +70,10 @@ func NewPrimary(capacity, members int) *Primary {
 // had no entry at that cycle, or if the member has already voted for the bit.
 func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
-		if p.rows[member].Has(bit) {
+		if p.voters[bit].Has(uint32(member)) {
 			return nil, fmt.Errorf("responsecache: got a second vote for cache bit %d (%q)", bit, p.At(bit).Name)
 		}
-		p.rows[member].Set(bit)
+		p.voters[bit].Set(uint32(member))
 		p.slots[bit].votes++
 		return nil, nil
 	}
@@ -82,6 +82,55 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 		return &q, nil
 	}
 	return nil, fmt.Errorf("responsecache: got a vote for cache bit %d, which had no entry at cycle %d", bit, seen)
+}
+
+// Members is a group of members of a process set. The zero value is empty.
+type Members struct {
+	// Bit b of words stands for the member 64*first+b.
+	first int
+	words message.Bits
+	count int
+}
+
+// Reset makes the group empty. It keeps the memory of the group.
+func (g *Members) Reset() { g.first, g.words, g.count = 0, g.words[:0], 0 }
+
+// Add adds a member, which must be higher than the members that were added before.
+func (g *Members) Add(member int) {
+	if g.count == 0 {
+		g.first = member / 64
+	}
+	g.words.Set(uint32(member - 64*g.first))
+	g.count++
+}
+
+// CanVote reports whether VoteTogether can count votes of all members of a group for bit. seen is a cycle that
+// these members had seen when they voted. The votes must be for the entry that the bit has now, and none of
+// the members may have voted for it.
+func (p *Primary) CanVote(g *Members, bit uint32, seen uint64) bool {
+	if p.At(bit) == nil || p.slots[bit].put > seen {
+		return false
+	}
+	voters := p.voters[bit]
+	for i, w := range g.words {
+		if at := g.first + i; at < len(voters) && voters[at]&w != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// VoteTogether counts the votes of all members of a group for bit. CanVote must have reported true for them.
+func (p *Primary) VoteTogether(g *Members, bit uint32) {
+	voters := p.voters[bit]
+	for len(voters) < g.first+len(g.words) {
+		voters = append(voters, 0)
+	}
+	for i, w := range g.words {
+		voters[g.first+i] |= w
+	}
+	p.voters[bit] = voters
+	p.slots[bit].votes += int32(g.count)
 }
 
 // NameAt returns the name of the entry that bit had at the cycle seen, and whether the bit still has that
@@ -109,7 +158,9 @@ func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {
 func (p *Primary) Votes(bit uint32) int { return int(p.slots[bit].votes) }
 
 // Voted reports whether the member has voted for bit and the vote has not been granted.
-func (p *Primary) Voted(member int, bit uint32) bool { return p.rows[member].Has(bit) }
+func (p *Primary) Voted(member int, bit uint32) bool {
+	return int64(bit) < int64(len(p.voters)) && p.voters[bit].Has(uint32(member))
+}
 
 // Granted records that the entry of bit was granted. It clears the votes for the entry and makes the entry
 // the most recently used one.
@@ -127,9 +178,7 @@ func (p *Primary) Granted(bit uint32) {
 func (p *Primary) Grants(bit uint32) uint64 { return p.slots[bit].grants }
 
 func (p *Primary) clearVotes(bit uint32) {
-	for _, row := range p.rows {
-		row.Clear(bit)
-	}
+	clear(p.voters[bit])
 	p.slots[bit].votes = 0
 }
 
@@ -158,10 +207,9 @@ type LateVote struct {
 func (p *Primary) erase(bit uint32) []LateVote {
 	r := p.At(bit)
 	var late []LateVote
-	for m, row := range p.rows {
-		if row.Has(bit) {
-			late = append(late, LateVote{m, r.Request(m)})
-		}
+	voters := p.voters[bit]
+	for m, ok := voters.Next(0); ok; m, ok = voters.Next(m + 1) {
+		late = append(late, LateVote{int(m), r.Request(int(m))})
 	}
 	p.clearVotes(bit)
 	p.unlink(bit)
@@ -205,7 +253,7 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 		panic(err) // cannot happen, because the bit and the name are free
 	}
 	for len(p.slots) <= int(bit) {
-		p.slots = append(p.slots, slot{})
+		p.slots, p.voters = append(p.slots, slot{}), append(p.voters, nil)
 	}
 	p.slots[bit] = slot{put: cycle}
 	if p.invalidations[r.Name] == 0 && !p.evicted {

@@ -41,11 +41,11 @@ func vote(t *testing.T, p *responsecache.Primary, member int, bit uint32, seen u
 	if late != nil || err != nil {
 		t.Fatalf("vote for bit %d: late %v, error %v", bit, late, err)
 	}
-	return p.Ready().Has(bit)
+	return p.Votes(bit) == 2
 }
 
 func TestVotes(t *testing.T) {
-	p := responsecache.NewPrimary(4, 2)
+	p := responsecache.NewPrimary(4)
 	wantBit(t, p, allreduce("a", 1), 1, 0)
 	if vote(t, p, 1, 0, 1) {
 		t.Error("complete with one vote of two")
@@ -61,7 +61,7 @@ func TestVotes(t *testing.T) {
 		t.Error("not complete with all votes")
 	}
 	p.Granted(0)
-	if p.Voted(0, 0) || p.Voted(1, 0) || p.Votes(0) != 0 || p.Ready().Any() {
+	if p.Voted(0, 0) || p.Voted(1, 0) || p.Votes(0) != 0 {
 		t.Error("there are votes after the grant")
 	}
 	vote(t, p, 1, 0, 1)
@@ -84,7 +84,7 @@ func TestVotes(t *testing.T) {
 }
 
 func TestBits(t *testing.T) {
-	p := responsecache.NewPrimary(3, 1)
+	p := responsecache.NewPrimary(3)
 	wantBit(t, p, allreduce("a", 1), 1, 0)
 	wantBit(t, p, allreduce("b", 1), 2, 1)
 	wantBit(t, p, allreduce("c", 1), 3, 2)
@@ -111,7 +111,7 @@ func TestBits(t *testing.T) {
 }
 
 func TestEviction(t *testing.T) {
-	p := responsecache.NewPrimary(3, 2)
+	p := responsecache.NewPrimary(3)
 	for i, name := range []string{"a", "b", "c"} {
 		wantBit(t, p, allreduce(name, 1), uint64(i+1), uint32(i))
 	}
@@ -151,7 +151,7 @@ func TestEviction(t *testing.T) {
 }
 
 func TestInvalidations(t *testing.T) {
-	p := responsecache.NewPrimary(2, 3)
+	p := responsecache.NewPrimary(2)
 	for i := range 3 {
 		bit, ok, _ := assign(t, p, allreduce("a", int64(i)), uint64(i+1))
 		if !ok || bit != 0 {
@@ -171,7 +171,7 @@ func TestInvalidations(t *testing.T) {
 		t.Errorf("got bit %d after three invalidations", bit)
 	}
 	// Evictions do not count as invalidations, so names that are evicted often are still cached.
-	q := responsecache.NewPrimary(1, 1)
+	q := responsecache.NewPrimary(1)
 	for i := range 10 {
 		if _, ok, _ := assign(t, q, allreduce([]string{"a", "b"}[i%2], 1), uint64(i+1)); !ok {
 			t.Fatalf("not cached after %d evictions", i)
@@ -180,11 +180,11 @@ func TestInvalidations(t *testing.T) {
 }
 
 func TestNotCached(t *testing.T) {
-	p := responsecache.NewPrimary(0, 1)
+	p := responsecache.NewPrimary(0)
 	if bit, ok, _ := assign(t, p, allreduce("a", 1), 1); ok {
 		t.Errorf("capacity 0: got bit %d", bit)
 	}
-	p = responsecache.NewPrimary(8, 1)
+	p = responsecache.NewPrimary(8)
 	for _, r := range []*message.Response{
 		{Kind: message.Barrier, Name: "b"}, {Kind: message.Join, Name: "j"},
 		{Kind: message.AddProcessSet, Name: "s"},
@@ -205,7 +205,7 @@ func TestNotCached(t *testing.T) {
 
 // A vote counts for the entry that the bit had in the last cycle that the member had seen.
 func TestLateVotes(t *testing.T) {
-	p := responsecache.NewPrimary(1, 2)
+	p := responsecache.NewPrimary(1)
 	wantBit(t, p, allgather("a", 5, 6), 1, 0)
 	wantBit(t, p, allreduce("b", 1), 2, 0, 0)
 	late, err := p.Vote(1, 0, 1)

@@ -17,10 +17,11 @@ type Costs struct {
 	Forward, HeldVote, HeldAsk time.Duration
 
 	// Part is what the coordinator needs to decode a frame, or a part of a combined frame, and PartAsk for a
-	// request in it. Step is what it needs for each rank that the part stands for, Vote for each vote of
-	// such a rank, from the frame to the grant, and Ask for each request. DecideBit and DecideFull are for a
-	// tensor that is granted, and Scan for each rank and process set about which a cycle decides.
-	Part, PartAsk, Step, Vote, Ask, DecideBit, DecideFull, Scan time.Duration
+	// request in it. Vote is what it needs for a vote in a part, and Led for each rank for which a part with
+	// nothing but votes stands, from the frame to the grant. For other parts it needs Step for each rank, and
+	// Ask for each request of a rank. DecideBit and DecideFull are for a tensor that is granted, and Scan for
+	// each rank and process set about which a cycle decides.
+	Part, PartAsk, Vote, Led, Step, Ask, DecideBit, DecideFull, Scan time.Duration
 
 	// Admit is what rank 0 needs to accept a rank that joins, and Record what a rank needs to pass on a
 	// record.
@@ -40,7 +41,8 @@ type Costs struct {
 //
 // C runs the state machines of this simulation, whose CPU time it measures. In the formulas below, n/T/c
 // is the CPU time of rank 0 for n ranks, T tensors and a cache of c entries, in microseconds, with a
-// connection for each rank, and l/T/c the same with leaders for 512 ranks.
+// connection for each rank, l/T/c the same with leaders for 512 ranks, and m/T/c for 8192 ranks on hosts of
+// 128.
 //
 // Scan is assumed. Latency, Loopback, BytesPerSecond and Operation are chosen: a data center with 25 Gbit/s.
 var Measured = Costs{
@@ -59,8 +61,9 @@ var Measured = Costs{
 
 	Part:       1200, // C: 512/1/1024 and l/1/1024, (901 - 373) / (512 - 71)
 	PartAsk:    730,  // C: 512/161/0 and l/161/0, (87963 - 28003) / 161 / 512
-	Step:       520,  // C: l/1/1024 without 71 parts, (373 - 20 - 85) / 512
-	Vote:       36,   // C: l/161/1024 and l/1/1024, (3353 - 372) / 160 / 512
+	Vote:       50,   // C: l/161/1024 and l/1/1024, (698 - 131) / 160 / 71
+	Led:        66,   // C: m/1/1024 and l/1/1024 without 120 parts, (835 - 131 - 120 * 1.7) / (8064 - 504)
+	Step:       520,  // C: 512/1/1024 without 512 parts
 	Ask:        340,  // C: l/161/0, 28003 / 161 / 512
 	DecideBit:  350,  // C: 8/161/1024 and 8/1/1024, (80.3 - 24.0) / 160
 	DecideFull: 1500, // C: 8/161/0 and 8/1/0 without 8 requests, (1420 - 26) / 160 - 8 * 0.9

@@ -388,8 +388,12 @@ func (p *process) coordinated(ranks int) {
 	has := count(&p.up)
 	p.spend(c.Part, 1)
 	p.spend(c.PartAsk, has.asks)
+	p.spend(c.Vote, has.votes)
+	if ranks > 1 && has.votes > 0 && has.asks == 0 {
+		p.spend(c.Led, ranks)
+		return
+	}
 	p.spend(c.Step, ranks)
-	p.spend(c.Vote, ranks*has.votes)
 	p.spend(c.Ask, ranks*has.asks)
 }
 
