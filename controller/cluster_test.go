@@ -181,12 +181,9 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 			}
 		}
 		n.lanes = make([]lane, len(n.sets))
-		led := c.led(r)
-		if len(led) > 1 {
-			n.comb = controller.NewCombiner(led, cfg.Sets, 0)
-		}
+		n.comb = controller.NewCombiner(r, cfg.Leaders, cfg.Sets, 0)
 		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, Leader: c.upstream(r),
-			Combiner: n.comb, Keeps: len(led) > 1 || cfg.Groups != nil && lowest(cfg.Groups, r),
+			Combiner: n.comb, Keeps: n.comb != nil || cfg.Groups != nil && lowest(cfg.Groups, r),
 			LivenessTimeout: cfg.LivenessTimeout}, 0)
 		c.nodes = append(c.nodes, n)
 	}
@@ -199,34 +196,33 @@ func lowest(groups []topo.Rank, r topo.Rank) bool {
 }
 
 // upstream returns the rank to which rank r has its control connection.
-func (c *cluster) upstream(r topo.Rank) topo.Rank {
-	if c.cfg.Leaders == nil || c.cfg.Leaders[r] == r {
-		return 0
-	}
-	return c.cfg.Leaders[r]
-}
+func (c *cluster) upstream(r topo.Rank) topo.Rank { return c.cfg.Leaders.Upstream(r) }
 
-// led returns the ranks that rank r leads, with r itself as the first. If r leads no other rank, it returns
-// at most one rank.
-func (c *cluster) led(r topo.Rank) (ranks []topo.Rank) {
+// led returns leader r and the ranks with a connection to it.
+func (c *cluster) led(r topo.Rank) []topo.Rank {
+	ranks := []topo.Rank{r}
 	for f, leader := range c.cfg.Leaders {
-		if leader == r {
+		if leader == r && topo.Rank(f) != r {
 			ranks = append(ranks, topo.Rank(f))
 		}
 	}
 	return ranks
 }
 
-// leader returns the node of the leader to which the rank belongs, or nil. A leader belongs to itself.
+// leader returns the node of the leader that combines the frames of the rank, or nil. A leader combines its
+// own frames.
 func (n *node) leader() *node {
-	if n.c.cfg.Leaders == nil {
-		return nil
+	if n.comb != nil {
+		return n
 	}
-	if l := n.c.nodes[n.c.cfg.Leaders[n.rank]]; l.comb != nil {
-		return l
+	if l := n.c.cfg.Leaders.Of(n.rank); l != n.rank {
+		return n.c.nodes[l]
 	}
 	return nil
 }
+
+// all makes all frames in flight from a rank arrive (combine).
+func all(of *node) int { return len(of.up) + len(of.ups) }
 
 // combine executes a turn of a leader. In this turn, the oldest frames in flight from some of its ranks
 // arrive: as many as the function pick returns for each rank.
@@ -234,6 +230,10 @@ func (n *node) combine(pick func(of *node) int) (moved bool) {
 	n.comb.Tick(n.c.now)
 	for _, r := range n.c.led(n.rank) {
 		of := n.c.nodes[r]
+		if of != n && of.comb != nil {
+			moved = n.relay(of, min(pick(of), len(of.ups))) || moved
+			continue
+		}
 		for range min(pick(of), len(of.up)) {
 			n.comb.Up(r, of.up[0])
 			of.up = of.up[1:]
@@ -241,6 +241,21 @@ func (n *node) combine(pick func(of *node) int) (moved bool) {
 		}
 	}
 	return n.combined() || moved
+}
+
+// relay passes on frames of a leader behind the leader n.
+func (n *node) relay(of *node, frames int) (moved bool) {
+	for range frames {
+		parts, err := message.DecodeCombined(of.ups[0], nil)
+		if err != nil {
+			n.c.tb.Fatal(err)
+		}
+		of.ups = of.ups[1:]
+		for i := range parts {
+			n.comb.Relay(&parts[i])
+		}
+	}
+	return frames > 0
 }
 
 // combined sends the frames that the combiner returns.
@@ -259,9 +274,19 @@ func (n *node) combined() bool {
 }
 
 func (n *node) passDown(to []topo.Rank, frame []byte) {
+	behind := make(map[*node][]topo.Rank)
 	for _, r := range to {
-		if of := n.c.nodes[r]; !of.dead {
+		of, hop := n.c.nodes[r], n.c.nodes[n.c.cfg.Leaders.Hop(n.rank, r)]
+		switch {
+		case hop != n && hop.comb != nil:
+			behind[hop] = append(behind[hop], r)
+		case !of.dead:
 			of.down = append(of.down, frame)
+		}
+	}
+	for hop, to := range behind {
+		if !hop.dead {
+			hop.downs = append(hop.downs, message.AppendAddressed(nil, to, frame))
 		}
 	}
 }
@@ -467,7 +492,10 @@ func (n *node) drain() {
 
 // arriving reports whether a frame is in flight from the node to the coordinator.
 func (n *node) arriving() bool {
-	if n.leader() != nil {
+	switch {
+	case n.c.upstream(n.rank) != 0:
+		return false
+	case n.comb != nil:
 		return len(n.ups) > 0
 	}
 	return len(n.up) > 0
@@ -476,7 +504,7 @@ func (n *node) arriving() bool {
 // receive executes the first part of a turn of the coordinator: it applies the oldest frame in flight from a
 // rank.
 func (c *cluster) receive(n *node) {
-	if n.leader() != nil {
+	if n.comb != nil {
 		c.receiveCombined(n)
 		return
 	}
@@ -528,7 +556,7 @@ func (c *cluster) decide() bool {
 		led := make(map[*node][]topo.Rank)
 		for _, r := range o.To {
 			n := c.nodes[r]
-			if l := n.leader(); l != nil {
+			if l := c.nodes[c.cfg.Leaders.Hop(0, r)]; l.comb != nil {
 				led[l] = append(led[l], r)
 			} else if !n.dead {
 				n.down = append(n.down, frame)
@@ -565,8 +593,8 @@ func (c *cluster) die(r topo.Rank) {
 }
 
 func (c *cluster) endConnection(r topo.Rank, reason string) {
-	switch l := c.nodes[r].leader(); {
-	case l != nil && l.rank != r:
+	switch l := c.nodes[c.upstream(r)]; {
+	case l.comb != nil:
 		if !l.over {
 			l.comb.Tick(c.now)
 			l.comb.Lost(r, reason)
@@ -633,7 +661,7 @@ func (c *cluster) settle() {
 		}
 		for _, n := range c.nodes {
 			if n.comb != nil && !n.over {
-				moved = n.combine(func(of *node) int { return len(of.up) }) || moved
+				moved = n.combine(all) || moved
 			}
 		}
 		if !c.nodes[0].dead {

@@ -9,14 +9,15 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Combiner is the state of the leader of a host, which passes on the frames of the host's ranks to rank 0. It
-// delays only votes and requests, until all ranks of the host that belong to the process set have made them,
-// and heartbeats. No other frame of a rank overtakes them if that could change its meaning. It passes on
-// frames that it cannot decode, so that rank 0 finds the sender at fault. It is not safe for concurrent use.
+// Combiner is the state of a leader, which passes on the frames of the ranks behind it to rank 0: of the
+// other ranks of its host, and of the leaders of other hosts and the ranks behind these. It delays only votes
+// and requests, until all these ranks that belong to the process set have made them, and heartbeats. No other
+// frame of a rank overtakes them if that could change its meaning. It passes on frames that it cannot decode,
+// so that rank 0 finds the sender at fault. It is not safe for concurrent use.
 //
-// In each turn, call Tick, then Up, Lost and Fault for what has arrived from the ranks and Down for frames
-// from rank 0, then Ready. Send the frames that Ready returns and call Advance. Send a frame from rank 0 to
-// the ranks only after Down.
+// In each turn, call Tick, then Up, Relay, Lost and Fault for what has arrived from the ranks and Down for
+// frames from rank 0, then Ready. Send the frames that Ready returns to rank 0, or to the leader of this
+// leader, and call Advance. Send a frame from rank 0 to the ranks only after Down.
 type Combiner struct {
 	ranks []ledRank
 	sets  []*heldSet
@@ -24,20 +25,26 @@ type Combiner struct {
 	due   time.Duration // the time at which held votes or heartbeats must be passed on, or never
 	told  bool          // whether the ranks were sent a verdict
 
-	parts []part     // the parts of the next frame to rank 0, in order
-	next  part       // the ranks and times of votes or requests that are to be added to parts
-	in    message.Up // the frame that is being applied
-	rest  message.Up // the content of that frame without the votes that are held
+	parts []part          // the parts of the next frame to rank 0, in order
+	next  part            // the ranks and times of votes or requests that are to be added to parts
+	in    message.Up      // the frame that is being applied
+	from  []int           // the ranks that have sent it, as indexes in ranks, in ascending order
+	at    []time.Duration // the times at which it has arrived, by element of from
+	asks  []int           // the members of a process set that have sent it, as indexes in heldSet.local
+	rest  message.Up      // the content of that frame without the votes that are held
 	frame []byte
+	own   []int // memory for passOwn
+	ownAt []time.Duration
 
 	// Ready reuses the memory of the fields below.
 	out   []message.Part
 	quiet []topo.Rank
 }
 
-// ledRank is a rank of the host. The first one is the leader.
+// ledRank is the leader or a rank behind it. The first one is the leader.
 type ledRank struct {
 	rank     topo.Rank
+	direct   bool          // whether the rank has a connection to the leader
 	seen     uint64        // the last cycle that the rank had applied when it sent its last frame
 	part     int           // the index in parts of the rank's last part, or -1
 	beat     bool          // whether a heartbeat of the rank waits to be passed on
@@ -59,12 +66,12 @@ type part struct {
 	requests []message.Request
 }
 
-// heldSet is a process set with members on the host, and the votes and requests that the leader holds.
+// heldSet is a process set with members behind the leader, and the votes and requests that the leader holds.
 type heldSet struct {
 	Set
-	local  []int          // the members on the host, as indexes in Combiner.ranks
+	local  []int          // the members among Combiner.ranks, as indexes
 	votes  []message.Bits // the held votes, by element of local
-	joined []bool         // whether the member has joined, by element of local
+	joined bool           // whether one of these members has joined
 	bits   []heldBit
 	// requests are the names that members have requested in full, in the order of their first requests.
 	// byName has the same, without names that all members have requested.
@@ -76,8 +83,8 @@ type heldSet struct {
 	erased   uint64 // the last cycle that has erased entries of the set
 }
 
-// erasure says which name a bit stood for until a cycle. It is kept until all members on the host have seen
-// that cycle.
+// erasure says which name a bit stood for until a cycle. It is kept until all members behind the leader have
+// seen that cycle.
 type erasure struct {
 	bit   uint32
 	cycle uint64
@@ -94,20 +101,27 @@ type heldBit struct {
 
 // heldRequest is a name that members of a process set have requested in full.
 type heldRequest struct {
-	// made are the held requests, by element of heldSet.local. The Kind is NoKind if there is none.
-	made  []message.Request
+	// made are the held requests, by element of heldSet.local, nil if there is none. Equal requests that have
+	// arrived in one frame share one.
+	made  []*message.Request
 	count int             // number of held requests
 	at    []time.Duration // the times at which they arrived
 	open  bool            // as in heldBit, until the name is granted
 	done  bool            // whether the name is no longer in byName
 }
 
-// NewCombiner returns the Combiner of a host for an epoch that begins at the time now. The first of the ranks
-// is the leader. The sets are the process sets with which the job begins.
-func NewCombiner(ranks []topo.Rank, sets []Set, now time.Duration) *Combiner {
-	c := &Combiner{now: now, due: Never}
-	for _, r := range ranks {
-		c.ranks = append(c.ranks, ledRank{rank: r, part: -1, lastSent: now})
+// NewCombiner returns the Combiner of a leader for an epoch that begins at the time now. It returns nil if no
+// rank is behind the given rank. The sets are the process sets with which the job begins.
+func NewCombiner(leader topo.Rank, leaders topo.Leaders, sets []Set, now time.Duration) *Combiner {
+	c := &Combiner{now: now, due: Never, ranks: []ledRank{{rank: leader, part: -1, lastSent: now}}}
+	for f := range leaders {
+		if r := topo.Rank(f); leaders.Lead(leader, r) {
+			c.ranks = append(c.ranks, ledRank{rank: r, direct: leaders.Of(r) == leader, part: -1,
+				lastSent: now})
+		}
+	}
+	if len(c.ranks) == 1 {
+		return nil
 	}
 	for _, s := range sets {
 		c.addSet(s)
@@ -123,7 +137,7 @@ func (c *Combiner) addSet(s Set) {
 		}
 	}
 	if len(h.local) > 0 {
-		h.votes, h.joined = make([]message.Bits, len(h.local)), make([]bool, len(h.local))
+		h.votes = make([]message.Bits, len(h.local))
 		c.sets = append(c.sets, h)
 	}
 }
@@ -131,81 +145,130 @@ func (c *Combiner) addSet(s Set) {
 // Tick sets the current time to now.
 func (c *Combiner) Tick(now time.Duration) { c.now = now }
 
-// Up applies a frame from a rank of the host.
+// Up applies a frame from a rank that has a connection to the leader, or from the leader itself.
 func (c *Combiner) Up(from topo.Rank, frame []byte) {
-	i := c.index(from)
+	c.from, c.at = append(c.from[:0], c.index(from)), append(c.at[:0], c.now)
+	c.apply(frame)
+}
+
+// Relay applies a part of a combined frame. A leader behind this leader has sent it, and leads its ranks.
+func (c *Combiner) Relay(p *message.Part) {
+	c.from, c.at = c.from[:0], c.at[:0]
+	for j, r := range p.Ranks {
+		c.from = append(c.from, c.index(r))
+		c.at = append(c.at, max(0, c.now-time.Duration(p.Held[j])*time.Microsecond))
+	}
+	c.apply(p.Frame)
+}
+
+// apply applies a frame of the ranks c.from. It may stand for frames of several ranks, some of which have
+// applied later cycles than the frame says.
+func (c *Combiner) apply(frame []byte) {
 	if message.IsProbe(frame) || message.DecodeUp(frame, &c.in) != nil {
-		c.pass(i, frame)
+		c.pass(frame)
 		return
 	}
-	k := &c.ranks[i]
-	k.seen = max(k.seen, c.in.Seen)
-	k.bye = k.bye || c.in.Type == message.UpBye
+	for _, i := range c.from {
+		k := &c.ranks[i]
+		k.seen = max(k.seen, c.in.Seen)
+		k.bye = k.bye || c.in.Type == message.UpBye
+	}
 	switch {
 	case c.in.Type == message.UpHeartbeat && c.in.Tensor == "":
-		k.beat = true
+		for _, i := range c.from {
+			c.ranks[i].beat = true
+		}
 		c.due = min(c.due, c.now+holdPeriod)
 	case c.in.Type != message.UpNews:
-		c.passBeat(i) // it must not overtake a heartbeat that names a grant
-		c.pass(i, frame)
-	case c.ordered(i):
-		c.release(i)
-		c.pass(i, frame)
+		for _, i := range c.from {
+			c.passBeat(i) // it must not overtake a heartbeat that names a grant
+		}
+		c.pass(frame)
+	case c.ordered() || c.late():
+		for _, i := range c.from {
+			c.release(i)
+		}
+		c.pass(frame)
 	default:
-		c.hold(i)
+		c.hold()
 	}
 }
 
 func (c *Combiner) index(r topo.Rank) int {
-	return slices.IndexFunc(c.ranks, func(k ledRank) bool { return k.rank == r })
+	if r == c.ranks[0].rank {
+		return 0
+	}
+	i, found := slices.BinarySearchFunc(c.ranks[1:], r, func(k ledRank, r topo.Rank) int {
+		return int(k.rank - r)
+	})
+	if !found {
+		return -1
+	}
+	return 1 + i
 }
 
-// ordered reports whether the news that have arrived from rank i must not overtake its held votes: they have
+// ordered reports whether the news that have arrived must not overtake held votes of their senders: they have
 // a shutdown, a join or invalid bits. It records joins.
-func (c *Combiner) ordered(i int) bool {
+func (c *Combiner) ordered() bool {
 	ordered := c.in.Shutdown
 	for j := range c.in.Sets {
 		u := &c.in.Sets[j]
 		joins := slices.ContainsFunc(u.Requests, func(q message.Request) bool {
 			return q.Kind == message.Join
 		})
-		if s, m := c.member(u.Set, i); s != nil && joins {
-			s.joined[m] = true
+		if s := c.members(u.Set); s != nil && joins {
+			s.joined = true
 		}
 		ordered = ordered || joins || u.Invalid.Any()
 	}
 	return ordered
 }
 
-// member returns a process set and the index in local of rank i. It returns nil if the leader does not know
-// the set or if the rank is not a member.
-func (c *Combiner) member(id topo.ProcessSetID, i int) (*heldSet, int) {
-	for _, s := range c.sets {
-		if m := slices.Index(s.local, i); s.ID == id && m >= 0 {
-			return s, m
-		}
+// late reports whether the news that have arrived have votes of several ranks that may be for erased entries.
+// Such votes keep the cycle that the frame says, although some of the ranks have applied later ones.
+func (c *Combiner) late() bool {
+	return len(c.from) > 1 && slices.ContainsFunc(c.in.Sets, func(u message.UpSet) bool {
+		s := c.set(u.Set)
+		return s != nil && u.Hits.Any() && c.in.Seen < s.erased
+	})
+}
+
+// members returns a process set, and stores in asks the indexes in local of the ranks that have sent the
+// current frame. It returns nil if the leader does not know the set or if one of the ranks is not a member.
+func (c *Combiner) members(id topo.ProcessSetID) *heldSet {
+	s := c.set(id)
+	if s == nil {
+		return nil
 	}
-	return nil, 0
+	c.asks = c.asks[:0]
+	for _, i := range c.from {
+		m, found := slices.BinarySearch(s.local, i)
+		if !found {
+			return nil
+		}
+		c.asks = append(c.asks, m)
+	}
+	return s
 }
 
 // release passes on what is held in all sets that contain rank i. Votes and requests for what the news from
 // the rank mention are not held until the next grant.
 func (c *Combiner) release(i int) {
 	for _, s := range c.sets {
-		if slices.Contains(s.local, i) {
+		if _, found := slices.BinarySearch(s.local, i); found {
 			c.releaseSet(s)
 		}
 	}
 	for j := range c.in.Sets {
 		u := &c.in.Sets[j]
-		s, _ := c.member(u.Set, i)
+		s := c.members(u.Set)
 		if s == nil {
 			continue
 		}
 		for _, bits := range []message.Bits{u.Hits, u.Invalid} {
 			for bit, ok := bits.Next(0); ok && bit < s.bound; bit, ok = bits.Next(bit + 1) {
 				s.bit(bit).open = true
-				c.openErased(s, bit, c.ranks[i].seen)
+				c.openErased(s, bit, c.in.Seen)
 			}
 		}
 		for _, q := range u.Requests {
@@ -234,7 +297,7 @@ func (c *Combiner) releaseRequest(s *heldSet, h *heldRequest) {
 }
 
 // openName passes on the held requests for a name, and from now on all of them until its next grant, because
-// rank 0 turns a vote of another rank of the host into a request for the name.
+// rank 0 turns a vote of another rank behind the leader into a request for the name.
 func (c *Combiner) openName(s *heldSet, name string) {
 	h := s.request(name)
 	c.releaseRequest(s, h)
@@ -256,7 +319,8 @@ func (c *Combiner) openErased(s *heldSet, bit uint32, seen uint64) {
 func (s *heldSet) request(name string) *heldRequest {
 	h := s.byName[name]
 	if h == nil {
-		h = &heldRequest{made: make([]message.Request, len(s.local)), at: make([]time.Duration, len(s.local))}
+		h = &heldRequest{made: make([]*message.Request, len(s.local)),
+			at: make([]time.Duration, len(s.local))}
 		s.requests, s.byName[name] = append(s.requests, h), h
 	}
 	return h
@@ -285,19 +349,22 @@ func (s *heldSet) bit(bit uint32) *heldBit {
 	return &s.bits[bit]
 }
 
-// hold holds the votes and requests in the news that have arrived from rank i, and passes on what else they
-// contain.
-func (c *Combiner) hold(i int) {
+// hold holds the votes and requests in the news that have arrived, and passes on what else they contain.
+func (c *Combiner) hold() {
 	c.rest.Reset()
 	c.rest.Type, c.rest.Seen = message.UpNews, c.in.Seen
 	for j := range c.in.Sets {
 		u := c.in.Sets[j]
-		if s, m := c.member(u.Set, i); s != nil && uint32(len(u.Hits)) <= (s.bound+63)/64 {
+		if s := c.members(u.Set); s != nil && uint32(len(u.Hits)) <= (s.bound+63)/64 {
 			for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
-				c.vote(s, m, bit)
+				for j, m := range c.asks {
+					c.vote(s, m, bit, c.at[j])
+				}
 			}
 			for _, q := range u.Requests {
-				c.request(s, m, q)
+				for j, m := range c.asks {
+					c.request(s, m, &q, c.at[j])
+				}
 			}
 			u.Hits, u.Requests = nil, nil
 		}
@@ -306,53 +373,53 @@ func (c *Combiner) hold(i int) {
 		}
 	}
 	if len(c.rest.Sets) > 0 {
-		c.passUp(i, &c.rest)
+		c.passUp(&c.rest)
 	}
 	clear(c.rest.Sets) // they share memory with c.in
 }
 
-// vote holds a vote of the member m of the host, or passes it on.
-func (c *Combiner) vote(s *heldSet, m int, bit uint32) {
+// vote holds a vote of the member m, which has arrived at the given time, or passes it on.
+func (c *Combiner) vote(s *heldSet, m int, bit uint32, at time.Duration) {
 	b := s.bit(bit)
 	// A vote that may be for an erased entry is passed on alone, with the cycle that its sender had applied.
 	// So is a second vote of a rank for the same entry, so that rank 0 finds the rank at fault.
-	if seen := c.ranks[s.local[m]].seen; seen < s.erased || s.votes[m].Has(bit) {
+	if c.in.Seen < s.erased || s.votes[m].Has(bit) {
 		c.releaseBit(s, bit)
 		b.open = true
-		c.openErased(s, bit, seen)
+		c.openErased(s, bit, c.in.Seen)
 	}
 	s.votes[m].Set(bit)
-	b.at[m] = c.now
+	b.at[m] = at
 	b.count++
-	b.open = b.open || slices.Contains(s.joined, true) // a member that has joined will not vote
+	b.open = b.open || s.joined // a member that has joined will not vote
 	if b.open || b.count == len(s.local) {
 		c.send(s, bit)
 		return
 	}
-	c.due = min(c.due, c.now+holdPeriod)
+	c.due = min(c.due, at+holdPeriod)
 }
 
-// request holds a request of the member m of the host, or passes it on.
-func (c *Combiner) request(s *heldSet, m int, q message.Request) {
+// request holds a request of the member m, which has arrived at the given time, or passes it on.
+func (c *Combiner) request(s *heldSet, m int, q *message.Request, at time.Duration) {
 	h := s.request(q.Name)
-	if h.made[m].Kind != message.NoKind {
+	if h.made[m] != nil {
 		c.releaseRequest(s, h) // rank 0 finds the rank, which has made the request twice, at fault
 	}
-	h.made[m], h.at[m] = q, c.now
+	h.made[m], h.at[m] = q, at
 	h.count++
-	h.open = h.open || slices.Contains(s.joined, true)
+	h.open = h.open || s.joined
 	switch {
 	case h.open:
 		c.sendRequests(s, h)
-	case h.count == c.askers(s, &q):
+	case h.count == c.askers(s, q):
 		c.sendRequests(s, h)
 		s.forget(q.Name)
 	default:
-		c.due = min(c.due, c.now+holdPeriod)
+		c.due = min(c.due, at+holdPeriod)
 	}
 }
 
-// askers returns how many ranks of the host make the request q.
+// askers returns how many of the members behind the leader make the request q.
 func (c *Combiner) askers(s *heldSet, q *message.Request) int {
 	if !q.MembersOnly {
 		return len(s.local)
@@ -369,19 +436,19 @@ func (c *Combiner) askers(s *heldSet, q *message.Request) int {
 // sendRequests passes on the held requests for a name. Equal requests share a part.
 func (c *Combiner) sendRequests(s *heldSet, h *heldRequest) {
 	for first := range h.made {
-		if h.made[first].Kind == message.NoKind {
+		q := h.made[first]
+		if q == nil {
 			continue
 		}
-		q := h.made[first]
 		c.beginAsk(s)
 		for m := first; m < len(h.made); m++ {
-			if h.made[m].Equal(&q) {
+			if other := h.made[m]; other == q || other != nil && other.Equal(q) {
 				c.addAsk(s, m, h.at[m])
-				h.made[m] = message.Request{}
+				h.made[m] = nil
 			}
 		}
 		x := c.asked()
-		x.requests = append(x.requests, q)
+		x.requests = append(x.requests, *q)
 	}
 	h.count = 0
 }
@@ -405,7 +472,7 @@ func (c *Combiner) beginAsk(s *heldSet) {
 	p.asks, p.set, p.seen, p.ranks, p.at = true, s.ID, 1<<64-1, p.ranks[:0], p.at[:0]
 }
 
-// addAsk adds a member of the host, whose vote or request has arrived at the given time, to next.
+// addAsk adds a member, whose vote or request has arrived at the given time, to next.
 func (c *Combiner) addAsk(s *heldSet, m int, at time.Duration) {
 	i, p := s.local[m], &c.next
 	p.ranks, p.at, p.seen = append(p.ranks, i), append(p.at, at), min(p.seen, c.ranks[i].seen)
@@ -455,11 +522,14 @@ func extend[T any](s *[]T) *T {
 	return &(*s)[len(*s)-1]
 }
 
-// pass passes on a frame from rank i. If another rank has sent the same frame in this turn, they share a
-// part.
-func (c *Combiner) pass(i int, frame []byte) {
-	k := &c.ranks[i]
-	at := slices.IndexFunc(c.parts[k.part+1:], func(x part) bool {
+// pass passes on a frame of the ranks c.from. If other ranks have sent the same frame in this turn, and later
+// frames of none of the ranks were passed on, they share a part.
+func (c *Combiner) pass(frame []byte) {
+	first := 0
+	for _, i := range c.from {
+		first = max(first, c.ranks[i].part+1)
+	}
+	at := slices.IndexFunc(c.parts[first:], func(x part) bool {
 		return !x.asks && bytes.Equal(x.frame, frame)
 	})
 	if at < 0 {
@@ -467,17 +537,27 @@ func (c *Combiner) pass(i int, frame []byte) {
 		x.frame = append(x.frame, frame...)
 		at = len(c.parts) - 1
 	} else {
-		at += k.part + 1
+		at += first
 	}
-	k.part = at
 	x := &c.parts[at]
-	x.ranks, x.at = append(x.ranks, i), append(x.at, c.now)
+	for j, i := range c.from {
+		c.ranks[i].part = at
+		x.ranks, x.at = append(x.ranks, i), append(x.at, c.at[j])
+	}
 }
 
-// passUp passes on a frame of rank i that the leader has made.
-func (c *Combiner) passUp(i int, u *message.Up) {
+// passUp passes on a frame of the ranks c.from that the leader has made.
+func (c *Combiner) passUp(u *message.Up) {
 	c.frame = c.appendUp(c.frame[:0], u)
-	c.pass(i, c.frame)
+	c.pass(c.frame)
+}
+
+// passOwn passes on a frame that the leader has made in the name of rank i.
+func (c *Combiner) passOwn(i int, u *message.Up) {
+	from, at := c.from, c.at
+	c.from, c.at = append(c.own[:0], i), append(c.ownAt[:0], c.now)
+	c.passUp(u)
+	c.own, c.ownAt, c.from, c.at = c.from, c.at, from, at
 }
 
 func (c *Combiner) appendUp(b []byte, u *message.Up) []byte {
@@ -492,30 +572,30 @@ func (c *Combiner) appendUp(b []byte, u *message.Up) []byte {
 func (c *Combiner) passBeat(i int) {
 	if k := &c.ranks[i]; k.beat {
 		k.beat = false
-		c.passUp(i, &message.Up{Type: message.UpHeartbeat, Seen: k.seen})
+		c.passOwn(i, &message.Up{Type: message.UpHeartbeat, Seen: k.seen})
 	}
 }
 
-// Lost records that the connection to a rank of the host has ended.
+// Lost records that the connection to a rank behind the leader has ended.
 func (c *Combiner) Lost(r topo.Rank, reason string) {
 	if k := &c.ranks[c.index(r)]; !k.closed {
 		k.closed = true
-		c.passUp(0, &message.Up{Type: message.UpLost, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
+		c.passOwn(0, &message.Up{Type: message.UpLost, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
 	}
 }
 
-// Fault records that a rank of the host has broken the protocol on its connection, which still works, so that
-// the rank receives the verdict too.
+// Fault records that a rank behind the leader has broken the protocol on its connection, which still works,
+// so that the rank receives the verdict too.
 func (c *Combiner) Fault(r topo.Rank, reason string) {
-	c.passUp(0, &message.Up{Type: message.UpFault, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
+	c.passOwn(0, &message.Up{Type: message.UpFault, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
 }
 
-// leads reports whether a rank of the host other than the leader has not sent bye.
+// leads reports whether a rank behind the leader has not sent bye.
 func (c *Combiner) leads() bool {
 	return slices.ContainsFunc(c.ranks[1:], func(k ledRank) bool { return !k.bye && !k.closed })
 }
 
-// Down applies a frame from rank 0, which the caller then sends to the given ranks of the host.
+// Down applies a frame from rank 0, which the caller then sends to the given ranks.
 func (c *Combiner) Down(to []topo.Rank, d *message.Down) {
 	for _, r := range to {
 		if i := c.index(r); i >= 0 {
@@ -579,7 +659,7 @@ func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
 			s.forget(r.Name)
 			switch r.Kind {
 			case message.Join:
-				clear(s.joined)
+				s.joined = false
 			case message.AddProcessSet:
 				if s.ID == topo.Global {
 					c.addSet(Set{ID: r.Set, Ranks: r.Ranks})
@@ -621,8 +701,9 @@ func (c *Combiner) removeSet(id topo.ProcessSetID) {
 	}
 }
 
-// Ready returns the parts of the frames to send to rank 0, in order, and the ranks of the host to which a
-// heartbeat must be sent. The parts are valid until Advance, and the ranks until the next Ready.
+// Ready returns the parts of the frames to send to rank 0, in order, and the ranks with a connection to the
+// leader to which a heartbeat must be sent. The parts are valid until Advance, and the ranks until the next
+// Ready.
 func (c *Combiner) Ready() (parts []message.Part, quiet []topo.Rank) {
 	expired := c.now >= c.due
 	if expired {
@@ -639,7 +720,7 @@ func (c *Combiner) Ready() (parts []message.Part, quiet []topo.Rank) {
 	}
 	c.quiet = c.quiet[:0]
 	for i := range c.ranks {
-		if k := &c.ranks[i]; i > 0 && !k.closed && !c.told && c.now-k.lastSent >= heartbeatPeriod {
+		if k := &c.ranks[i]; k.direct && !k.closed && !c.told && c.now-k.lastSent >= heartbeatPeriod {
 			k.lastSent = c.now
 			c.quiet = append(c.quiet, k.rank)
 		}
@@ -680,7 +761,7 @@ func (c *Combiner) expireRequest(s *heldSet, h *heldRequest) {
 	}
 	oldest := Never
 	for m := range h.made {
-		if h.made[m].Kind != message.NoKind {
+		if h.made[m] != nil {
 			oldest = min(oldest, h.at[m])
 		}
 	}
@@ -719,8 +800,8 @@ func (c *Combiner) Advance() {
 	}
 }
 
-// Fail returns the ranks of the host that must be sent the verdict of the leader, because the leader has
-// found a verdict itself. It returns none if they were sent a verdict before.
+// Fail returns the ranks behind the leader that must be sent the verdict of the leader, because the leader
+// has found a verdict itself. It returns none if they were sent a verdict before.
 func (c *Combiner) Fail() []topo.Rank {
 	c.quiet = c.quiet[:0]
 	for i := range c.ranks {
@@ -736,7 +817,7 @@ func (c *Combiner) Fail() []topo.Rank {
 func (c *Combiner) Next() time.Duration {
 	next := c.due
 	for i := range c.ranks {
-		if k := &c.ranks[i]; i > 0 && !k.closed && !c.told {
+		if k := &c.ranks[i]; k.direct && !k.closed && !c.told {
 			next = min(next, k.lastSent+heartbeatPeriod)
 		}
 	}

@@ -41,13 +41,14 @@ const (
 	verdictTimeout = heartbeatPeriod + silenceGrace
 	// closeTimeout is the maximum time for which a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
-	// holdPeriod is how long a leader holds a vote or a request that other ranks of its host have not made.
+	// holdPeriod is how long leaders hold a vote or a request that other ranks behind them have not made.
 	holdPeriod = 200 * time.Millisecond
-	// leaderGrace is added to silenceGrace if there are leaders (suspicion.due).
+	// leaderGrace is added to silenceGrace if there are leaders (suspicion.due). For each further level of
+	// leaders it is 2*holdPeriod longer.
 	leaderGrace = heartbeatPeriod + 2*holdPeriod
-	// LongestVerdict is the longest time from a suspicion to the verdict: there are leaders, and a clearer
-	// suspicion replaces the first one at the last moment.
-	LongestVerdict = 2 * (suspectGrace + silenceGrace + leaderGrace)
+	// LongestVerdict is the longest time from a suspicion to the verdict: there are two levels of leaders,
+	// and a clearer suspicion replaces the first one at the last moment.
+	LongestVerdict = 2 * (suspectGrace + silenceGrace + leaderGrace + 2*holdPeriod)
 )
 
 // gap returns the time since the last turn if the process did not run in this time, because it was stopped or

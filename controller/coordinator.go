@@ -37,9 +37,8 @@ type CoordinatorConfig struct {
 	// Lockstep is set if a controller.Lockstep carries the requests and the cycles. In this case all cycles
 	// go to all ranks, and all ranks are stopped together, when the last rank has shut down.
 	Lockstep bool
-	// Leaders has for each rank the rank that passes on its frames: the leader of its host, or the rank
-	// itself if it has a connection to rank 0. It is nil if all ranks have one.
-	Leaders []topo.Rank
+	// Leaders says which ranks pass on the frames of other ranks.
+	Leaders topo.Leaders
 	// Groups has for each rank the lowest rank with which it shares memory, or the rank itself. The lowest
 	// rank passes on memory between the others, so the job needs it until they have sent bye, and it is
 	// closed after them. Groups is nil if no ranks share memory.
@@ -123,7 +122,7 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
 	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w}
 	c.ranks = roster{all: make([]rankState, len(cfg.Sets[0].Ranks)), leaders: cfg.Leaders, groups: cfg.Groups,
-		now: now}
+		levels: cfg.Leaders.Levels(), now: now}
 	c.sets = newSetTable(cfg.Sets, cfg.CacheCapacity, w, c.ranks.isLeaving)
 	c.policy = policy{
 		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes,
@@ -131,7 +130,7 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 		plan: cfg.Plan, sets: c.sets,
 	}
 	for r := range c.ranks.all {
-		if c.ranks.leaderOf(topo.Rank(r)) == topo.Rank(r) {
+		if c.ranks.leaders.Of(topo.Rank(r)) == topo.Rank(r) {
 			c.ranks.direct = append(c.ranks.direct, topo.Rank(r))
 		}
 		c.ranks.all[r].lastReceived, c.ranks.all[r].lastSent = now, now
@@ -486,8 +485,9 @@ func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 // due returns the time at which the coordinator gives its verdict about the suspicion, or never. By
 // then, a suspect that has failed has missed its heartbeats. A rank behind a leader has done so only when the
 // leader is heard two heartbeat periods later. The leader is heard at least once in a heartbeat period, and
-// may hold the last frame of the rank and its own. If there is one suspect, and it has missed its heartbeats
-// already, the coordinator waits only for control connections to end.
+// each leader on the way may hold the last frame of the rank and that of the rank's leader. If there is one
+// suspect, and it has missed its heartbeats already, the coordinator waits only for control connections to
+// end.
 func (s *suspicion) due(t *roster) time.Duration {
 	if s == nil {
 		return Never
@@ -496,8 +496,8 @@ func (s *suspicion) due(t *roster) time.Duration {
 	if len(s.suspects) == 1 && len(t.gone(s.suspects)) > 0 {
 		return due
 	}
-	if t.leaders != nil {
-		due += leaderGrace
+	if t.levels > 0 {
+		due += leaderGrace + time.Duration(t.levels-1)*2*holdPeriod
 	}
 	return due + silenceGrace
 }
@@ -530,12 +530,14 @@ func (s *suspicion) verdict(t *roster) (ranks []topo.Rank, reason string) {
 	return ranks, reason
 }
 
-// gone returns those of the given ranks and of their leaders that have missed two heartbeats or whose control
-// connections have ended, in ascending order.
+// gone returns those of the given ranks and of all leaders of theirs that have missed two heartbeats or whose
+// control connections have ended, in ascending order.
 func (t *roster) gone(ranks []topo.Rank) []topo.Rank {
 	all := slices.Clone(ranks)
 	for _, r := range ranks {
-		all = append(all, t.leaderOf(r))
+		for leader := t.leaders.Of(r); leader != r; r, leader = leader, t.leaders.Of(leader) {
+			all = append(all, leader)
+		}
 	}
 	slices.Sort(all)
 	return slices.DeleteFunc(slices.Compact(all), func(r topo.Rank) bool {
@@ -771,7 +773,7 @@ func (c *Coordinator) sendHeartbeats() {
 		}
 	}
 	for r := range c.ranks.all {
-		k, direct := &c.ranks.all[r], c.ranks.leaderOf(topo.Rank(r)) == topo.Rank(r)
+		k, direct := &c.ranks.all[r], c.ranks.leaders.Of(topo.Rank(r)) == topo.Rank(r)
 		if !k.lost && !k.closed && (news || direct && c.now-k.lastSent >= heartbeatPeriod) {
 			quiet = append(quiet, topo.Rank(r))
 		}

@@ -9,15 +9,6 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// leaderOf returns the rank through which the frames of rank r reach the coordinator. It is r itself if r has
-// a connection of its own to rank 0.
-func (t *roster) leaderOf(r topo.Rank) topo.Rank {
-	if t.leaders == nil {
-		return r
-	}
-	return t.leaders[r]
-}
-
 // Relay applies a frame that several ranks have sent and that their leader has passed on. held has for each
 // of the ranks the time in microseconds for which the leader has held the frame. If the frame breaks the
 // protocol, Relay fails its sender.
@@ -26,7 +17,7 @@ func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, 
 		return
 	}
 	for i, r := range ranks {
-		if int(r) >= len(c.ranks.all) || c.ranks.leaderOf(r) != leader {
+		if !c.ranks.passes(leader, r) {
 			c.failSender(leader, fmt.Errorf("got a frame of rank %d, which it does not lead", r))
 			return
 		}
@@ -37,14 +28,19 @@ func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, 
 	c.ranks.all[leader].lastReceived = c.now
 }
 
+// passes reports whether a rank with a control connection to rank 0 is rank r or passes on the frames of r.
+func (t *roster) passes(leader, r topo.Rank) bool {
+	return int(r) < len(t.all) && t.leaders.Hop(0, r) == leader
+}
+
 // arrival returns the time at which a frame arrived at the leader that has held it for so many microseconds.
 func (c *Coordinator) arrival(held uint32) time.Duration {
 	return max(0, c.now-time.Duration(held)*time.Microsecond)
 }
 
-// relayVotes applies a frame of several ranks if it has nothing but votes for one process set, of members that
-// are neither stopped nor joined and have not voted before. The cost for a vote does not depend on the number
-// of ranks. For all other frames relayVotes changes nothing and returns false.
+// relayVotes applies a frame of several ranks if it has nothing but votes for one process set, of members
+// that are neither stopped nor joined and have not voted before. The cost for a vote does not depend on the
+// number of ranks. For all other frames relayVotes changes nothing and returns false.
 func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uint32, up *message.Up) bool {
 	if len(ranks) < 2 || len(up.Sets) != 1 || up.Type != message.UpNews || up.Shutdown || up.Seen > c.cycle ||
 		c.waits.trace || c.state == closed || c.state == failed {
@@ -59,7 +55,7 @@ func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uin
 	g.Reset()
 	var times askTimes
 	for i, r := range ranks {
-		if int(r) >= len(c.ranks.all) || c.ranks.leaderOf(r) != leader || c.ranks.all[r].stop != 0 {
+		if !c.ranks.passes(leader, r) || c.ranks.all[r].stop != 0 {
 			return false
 		}
 		member := s.index(r)
@@ -95,7 +91,7 @@ func (t *roster) received(r topo.Rank, seen uint64) {
 // or, if a leader passes on the frames of r, the time at which the last frame of the leader arrived. If
 // nothing has come from r since that time, the reason may be that the leader is silent.
 func (t *roster) heard(r topo.Rank) time.Duration {
-	if leader := t.leaderOf(r); leader != r {
+	if leader := t.leaders.Of(r); leader != r {
 		return t.all[leader].lastReceived
 	}
 	return t.now
@@ -103,8 +99,9 @@ func (t *roster) heard(r topo.Rank) time.Duration {
 
 // behind returns the ranks whose frames the given ranks pass on.
 func (t *roster) behind(leaders []topo.Rank) (ranks []topo.Rank) {
-	for f, leader := range t.leaders {
-		if r := topo.Rank(f); leader != r && slices.Contains(leaders, leader) {
+	for f := range t.leaders {
+		r := topo.Rank(f)
+		if slices.ContainsFunc(leaders, func(leader topo.Rank) bool { return t.leaders.Lead(leader, r) }) {
 			ranks = append(ranks, r)
 		}
 	}
@@ -126,7 +123,7 @@ func (t *roster) behindText(leaders []topo.Rank) string {
 func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
 	r := up.Suspect
 	switch {
-	case int(r) >= len(c.ranks.all) || r == leader || c.ranks.leaderOf(r) != leader:
+	case int(r) >= len(c.ranks.all) || r == leader || c.ranks.leaders.Of(r) != leader:
 		c.failSender(leader, fmt.Errorf("got a report about the connection of rank %d, which it does not lead",
 			r))
 	case up.Type == message.UpLost:
@@ -136,14 +133,13 @@ func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
 	}
 }
 
-// eachKeeper calls visit for each rank that stays until rank r is closed: the leader of r, and the lowest
-// rank of its group. Usually both are the same rank.
+// eachKeeper calls visit for each rank that stays until rank r is closed: the leaders through which the
+// frames of r pass, and the lowest rank of its group. Usually that is the first leader.
 func (t *roster) eachKeeper(r topo.Rank, visit func(topo.Rank)) {
-	leader := t.leaderOf(r)
-	if leader != r {
+	for from, leader := r, t.leaders.Of(r); leader != from; from, leader = leader, t.leaders.Of(leader) {
 		visit(leader)
 	}
-	if t.groups != nil && t.groups[r] != r && t.groups[r] != leader {
+	if t.groups != nil && t.groups[r] != r && !t.leaders.Lead(t.groups[r], r) {
 		visit(t.groups[r])
 	}
 }

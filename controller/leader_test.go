@@ -18,7 +18,7 @@ import (
 func leaderConfig() controller.CoordinatorConfig {
 	return controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(5)}, CacheCapacity: 8, FusionThresholdBytes: 64,
-		LivenessTimeout: livenessTimeout, Leaders: []topo.Rank{0, 1, 2, 2, 2}, Plan: plan(),
+		LivenessTimeout: livenessTimeout, Leaders: topo.Leaders{0, 1, 2, 2, 2}, Plan: plan(),
 	}
 }
 
@@ -179,7 +179,7 @@ func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
 			n.send()
 		}
 		leader := c.nodes[2]
-		leader.combine(func(of *node) int { return len(of.up) })
+		leader.combine(all)
 		for _, n := range c.nodes {
 			for n.arriving() {
 				c.receive(n)
@@ -192,7 +192,7 @@ func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
 		}
 		leader.send()
 		if arrives == "before the erasure" {
-			leader.combine(func(of *node) int { return len(of.up) })
+			leader.combine(all)
 		}
 		leader.distribute()
 		for _, r := range []int{0, 1, 3, 4} {
@@ -583,7 +583,9 @@ func TestLeaderOfOthers(t *testing.T) {
 // A suspicion of one rank replaces one of several ranks just before the verdict. The verdict comes within
 // LongestVerdict.
 func TestLongestVerdict(t *testing.T) {
-	c, w := newLeaderCluster(t, leaderConfig())
+	cfg := leaderConfig()
+	cfg.Leaders[4] = 3
+	c, w := newLeaderCluster(t, cfg)
 	c.nodes[0].m.Suspect([]topo.Rank{1, 3}, "no such peer")
 	c.settle()
 	c.pass(controller.LongestVerdict/2 - 50*time.Millisecond)
@@ -601,7 +603,7 @@ func TestLongestVerdict(t *testing.T) {
 // A leader allocates nothing while its ranks vote for cached tensors.
 func TestLeaderAllocatesNothing(t *testing.T) {
 	ranks := []topo.Rank{2, 3, 4}
-	c := controller.NewCombiner(ranks, []controller.Set{controller.Global(5)}, 0)
+	c := controller.NewCombiner(2, leaderConfig().Leaders, []controller.Set{controller.Global(5)}, 0)
 	put := &message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{
 		Grants: []message.Grant{{Full: []*message.Response{response("a", 1), response("b", 1)}}},
 		Puts:   []message.Put{{Bit: 0}, {Tensor: 1, Bit: 1}},
@@ -678,7 +680,7 @@ func TestLeaderKeepsTheNextRequest(t *testing.T) {
 	c.nodes[0].submit(topo.Global, founding("u", 0, 3))
 	c.nodes[3].submit(topo.Global, founding("u", 0, 3))
 	c.nodes[3].send()
-	leader.combine(func(of *node) int { return len(of.up) })
+	leader.combine(all)
 	c.nodes[0].send()
 	for _, n := range c.nodes {
 		for n.arriving() {
@@ -697,7 +699,7 @@ func TestLeaderKeepsTheNextRequest(t *testing.T) {
 			n.send()
 		}
 	}
-	leader.combine(func(of *node) int { return len(of.up) })
+	leader.combine(all)
 	leader.distribute()
 	for _, n := range []*node{c.nodes[2], c.nodes[3]} {
 		for len(n.down) > 0 {
@@ -710,5 +712,49 @@ func TestLeaderKeepsTheNextRequest(t *testing.T) {
 		if pending := c.nodes[r].pending; len(pending) > 0 {
 			t.Errorf("rank %d still waits for %v", r, pending)
 		}
+	}
+}
+
+// A leader of leaders passes on one part for the votes of all ranks behind it, and holds votes for 200 ms in
+// all. The ranks behind it are closed before it. If it dies after its bye, every rank names it.
+func TestLeaderOfLeaders(t *testing.T) {
+	cfg := leaderConfig()
+	cfg.Sets = []controller.Set{controller.Global(7)}
+	// Rank 2 leads ranks 3 and 4, and rank 4 leads ranks 5 and 6.
+	cfg.Leaders = topo.Leaders{0, 1, 2, 2, 2, 4, 4}
+	c, w := newLeaderCluster(t, cfg)
+	c.submitAll(allreduce("a", 3))
+	wantParts(t, w.take(), "[2 3 4 5 6] up seen=0 set=0 request allreduce a float32[3]")
+	c.submitAll(allreduce("a", 3))
+	wantParts(t, w.take(), "[2 3 4 5 6] up seen=1 set=0 hits=1")
+	for _, r := range []int{2, 3, 5} {
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+	}
+	c.settle()
+	c.pass(150 * time.Millisecond)
+	wantParts(t, w.take())
+	c.pass(50 * time.Millisecond)
+	wantParts(t, w.take(), "[2 3] up seen=2 set=0 hits=1", "[5] up seen=2 set=0 hits=1")
+	for _, r := range []int{0, 1, 4, 6} {
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+	}
+	c.settle()
+	wantParts(t, w.take(), "[4] up seen=2 set=0 hits=1", "[6] up seen=2 set=0 hits=1")
+
+	for _, n := range c.nodes {
+		if n.rank != 6 {
+			n.m.Shutdown("", nil)
+		}
+	}
+	c.settle()
+	if slices.Sort(w.closings); !slices.Equal(w.closings, []topo.Rank{1, 3, 5}) {
+		t.Errorf("ranks %v are closed, want 1, 3 and 5, because ranks 2 and 4 stay for rank 6", w.closings)
+	}
+	c.kill(2, "reset") // after its bye
+	c.settle()
+	slices.Sort(w.verdicts)
+	want := []string{"0: rank 2 failed: reset", "4: rank 2 failed: reset", "6: rank 2 failed: reset"}
+	if !slices.Equal(w.verdicts, want) {
+		t.Errorf("got verdicts %q, want %q", w.verdicts, want)
 	}
 }

@@ -79,7 +79,7 @@ func randomRun(t *testing.T, seed uint64) counts {
 		cfg.Leaders = randomLeaders(rng, len(cfg.Sets[0].Ranks))
 	}
 	if pick(0, 1) == 1 {
-		cfg.Groups = randomLeaders(rng, len(cfg.Sets[0].Ranks))
+		cfg.Groups = randomGroups(rng, len(cfg.Sets[0].Ranks))
 	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
 		true), halfDead: -1}
@@ -100,18 +100,35 @@ func randomRun(t *testing.T, seed uint64) counts {
 	return r.checker.seen
 }
 
-// randomLeaders puts the ranks on random hosts and returns the leader of each rank.
-func randomLeaders(rng *rand.Rand, size int) []topo.Rank {
+// randomLeaders returns random leaders on up to two levels. The leader of a rank is a lower rank, but not
+// rank 0.
+func randomLeaders(rng *rand.Rand, size int) topo.Leaders {
+	leaders, levels := make(topo.Leaders, size), make([]int, size)
+	for r := 1; r < size; r++ {
+		leader := 1 + rng.IntN(r)
+		if levels[leader] == 2 {
+			leader = r
+		}
+		leaders[r] = topo.Rank(leader)
+		if leader != r {
+			levels[r] = levels[leader] + 1
+		}
+	}
+	return leaders
+}
+
+// randomGroups puts the ranks on random hosts and returns the lowest rank of the host of each rank.
+func randomGroups(rng *rand.Rand, size int) []topo.Rank {
 	first := make(map[int]topo.Rank) // the lowest rank of each host
-	var leaders []topo.Rank
+	var lowest []topo.Rank
 	for r := range size {
 		host := rng.IntN(2)
 		if _, found := first[host]; !found || first[host] == 0 {
 			first[host] = topo.Rank(r)
 		}
-		leaders = append(leaders, first[host])
+		lowest = append(lowest, first[host])
 	}
-	return leaders
+	return lowest
 }
 
 // end begins the end of the job. how selects one of the five ways (see randomRun).

@@ -9,10 +9,12 @@ import (
 // roster holds the state of the ranks of the job at the coordinator, apart from their requests.
 type roster struct {
 	all []rankState
-	// leaders and groups are those of CoordinatorConfig.
-	leaders, groups []topo.Rank
-	now             time.Duration // the time of the last Tick
-	acknowledged    bool          // whether a rank has acknowledged a cycle in this turn
+	// leaders and groups are those of CoordinatorConfig, and levels is that of leaders.
+	leaders      topo.Leaders
+	levels       int
+	groups       []topo.Rank
+	now          time.Duration // the time of the last Tick
+	acknowledged bool          // whether a rank has acknowledged a cycle in this turn
 	// direct are the ranks without a leader.
 	direct []topo.Rank
 	// Before beatDue, no direct rank needs a heartbeat, and before both times no rank has been silent for the

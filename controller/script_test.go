@@ -404,7 +404,7 @@ func (s *script) round() bool {
 	}
 	for _, n := range s.c.nodes {
 		if n.comb != nil && s.awake(n) {
-			moved = n.combine(func(of *node) int { return len(of.up) }) || moved
+			moved = n.combine(all) || moved
 		}
 	}
 	s.flush()

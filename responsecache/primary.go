@@ -26,8 +26,8 @@ type Primary struct {
 	// All entries form a list, ordered by their last grants. oldest and newest are the bits at the ends of
 	// the list, or -1 if there are no entries.
 	oldest, newest int32
-	// voters holds for each bit a bit vector of the members whose votes for it have not been granted. It is nil
-	// if no member has voted for the bit.
+	// voters holds for each bit a bit vector of the members whose votes for it have not been granted. It is
+	// nil if no member has voted for the bit.
 	voters []message.Bits
 
 	erased []erasedEntry
@@ -53,8 +53,8 @@ type erasedEntry struct {
 	put, erase uint64 // the cycles of Assign and of the erasure; erase is MaxUint64 until Issue
 }
 
-// NewPrimary returns an empty Primary. capacity is the maximum number of entries. If capacity is 0, nothing is
-// cached.
+// NewPrimary returns an empty Primary. capacity is the maximum number of entries. If capacity is 0, nothing
+// is cached.
 func NewPrimary(capacity int) *Primary {
 	return &Primary{
 		capacity: min(capacity, message.MaxCacheBits),
@@ -104,9 +104,9 @@ func (g *Members) Add(member int) {
 	g.count++
 }
 
-// CanVote reports whether VoteTogether can count votes of all members of a group for bit. seen is a cycle that
-// these members had seen when they voted. The votes must be for the entry that the bit has now, and none of
-// the members may have voted for it.
+// CanVote reports whether VoteTogether can count votes of all members of a group for bit. seen is a cycle
+// that these members had seen when they voted. The votes must be for the entry that the bit has now, and none
+// of the members may have voted for it.
 func (p *Primary) CanVote(g *Members, bit uint32, seen uint64) bool {
 	if p.At(bit) == nil || p.slots[bit].put > seen {
 		return false

@@ -18,32 +18,29 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0.
+// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0, and the
+// greatest number of other hosts whose leaders all have one.
 const leadersAbove = 64
 
-// Leaders returns for each rank the rank that passes on its frames to rank 0: the lowest rank of its host, or
-// the rank itself if it has a control connection to rank 0. It returns nil if all ranks have one, because
-// there are at most above ranks (0 selects 64), or because each host but that of rank 0 has only one rank.
-// hosts has the host of each rank. The result is the same at all ranks.
-func Leaders(hosts []string, size, above int) []topo.Rank {
-	if size <= cmp.Or(above, leadersAbove) || len(hosts) != size {
+// Leaders returns the leaders of a job of more than above ranks (0 selects 64). hosts has the host of each
+// rank. The leader of a host is its lowest rank. The ranks of rank 0's host have no leader. If there are more
+// than above other hosts, their leaders have leaders. The result is the same at all ranks. It
+// is nil if every rank has a connection to rank 0.
+func Leaders(hosts []string, size, above int) topo.Leaders {
+	above = cmp.Or(above, leadersAbove)
+	if size <= above || len(hosts) != size {
 		return nil
 	}
-	first := map[string]topo.Rank{}
-	leaders := make([]topo.Rank, size)
-	behind := false
-	for i, host := range hosts {
-		r := topo.Rank(i)
-		if leader, found := first[host]; found && host != hosts[0] {
-			leaders[i], behind = leader, true
-			continue
+	leaders, behind := topo.HostLeaders(hosts)
+	if len(behind) > above {
+		leaders.Group(behind)
+	}
+	for r, leader := range leaders {
+		if leader != topo.Rank(r) {
+			return leaders
 		}
-		first[host], leaders[i] = r, r
 	}
-	if !behind {
-		return nil
-	}
-	return leaders
+	return nil
 }
 
 // Config has the parameters of Open.
@@ -51,7 +48,7 @@ type Config struct {
 	Rank topo.Rank
 	Size int
 	// Leaders is the result of Leaders.
-	Leaders []topo.Rank
+	Leaders topo.Leaders
 	Mesh    transport.Mesh
 	// Sent is called before each frame is sent. If the peer is parked, it must be notified later.
 	Sent func()
@@ -71,8 +68,8 @@ type Links struct {
 	addressed []byte
 }
 
-// Open opens the control connections: at rank 0 those to ranks without a leader, at a rank with a leader the
-// one to the leader, and at any other rank the one to rank 0 and those to the ranks that it leads.
+// Open opens the control connections: to the leader or to rank 0, and to the ranks of which this rank is the
+// leader. At rank 0 it opens those to ranks without a leader.
 func Open(ctx context.Context, cfg Config) (*Links, error) {
 	l := &Links{cfg: cfg}
 	peers := l.peers()
@@ -99,10 +96,10 @@ func Open(ctx context.Context, cfg Config) (*Links, error) {
 // peers returns the ranks to which this rank has control connections.
 func (l *Links) peers() (peers []topo.Rank) {
 	if l.cfg.Rank != 0 {
-		return append([]topo.Rank{l.Upstream()}, l.Led()[1:]...)
+		peers = append(peers, l.Upstream())
 	}
 	for i := 1; i < l.cfg.Size; i++ {
-		if r := topo.Rank(i); l.leader(r) == r {
+		if r := topo.Rank(i); r != l.cfg.Rank && l.cfg.Leaders.Upstream(r) == l.cfg.Rank {
 			peers = append(peers, r)
 		}
 	}
@@ -115,45 +112,22 @@ func (l *Links) setRoutes() {
 	for _, k := range l.all {
 		l.routes[k.peer] = k
 	}
-	for f, leader := range l.cfg.Leaders {
-		if r := topo.Rank(f); l.cfg.Rank == 0 && leader != r {
-			l.routes[r] = l.routes[leader]
+	for f := range l.cfg.Leaders {
+		r := topo.Rank(f)
+		if hop := l.cfg.Leaders.Hop(l.cfg.Rank, r); hop != r && l.cfg.Leaders.Upstream(hop) == l.cfg.Rank {
+			l.routes[r] = l.routes[hop]
 			l.routes[r].leads = true
 		}
 	}
 }
 
 // Upstream returns the rank to which this rank sends its frames: its leader or rank 0.
-func (l *Links) Upstream() topo.Rank {
-	if leader := l.leader(l.cfg.Rank); leader != l.cfg.Rank {
-		return leader
-	}
-	return 0
-}
+func (l *Links) Upstream() topo.Rank { return l.cfg.Leaders.Upstream(l.cfg.Rank) }
 
-// Led returns this rank and the ranks whose frames it passes on.
-func (l *Links) Led() []topo.Rank {
-	led := []topo.Rank{l.cfg.Rank}
-	for i, leader := range l.cfg.Leaders {
-		if r := topo.Rank(i); r != l.cfg.Rank && leader == l.cfg.Rank {
-			led = append(led, r)
-		}
-	}
-	return led
-}
-
-// leader returns the rank that passes on the frames of rank r.
-func (l *Links) leader(r topo.Rank) topo.Rank {
-	if l.cfg.Leaders == nil {
-		return r
-	}
-	return l.cfg.Leaders[r]
-}
-
-// Leads reports whether the rank leader passes on the frames of all the given ranks.
+// Leads reports whether the frames of all the given ranks, except its own, pass through the rank leader.
 func (l *Links) Leads(leader topo.Rank, ranks []topo.Rank) bool {
 	return !slices.ContainsFunc(ranks, func(r topo.Rank) bool {
-		return int(r) >= l.cfg.Size || l.leader(r) != leader
+		return int(r) >= l.cfg.Size || r != leader && !l.cfg.Leaders.Lead(leader, r)
 	})
 }
 
@@ -205,9 +179,6 @@ func (l *Links) send(k *link, frame []byte) error {
 // from the connection returns the same error, after the frames that arrived before it.
 func (l *Links) Up(frame []byte) error { return l.send(l.all[0], frame) }
 
-// ToMember sends a frame to a rank that this rank leads. The errors are those of Up.
-func (l *Links) ToMember(r topo.Rank, frame []byte) error { return l.send(l.routes[r], frame) }
-
 // Down sends a frame from rank 0 to another rank. On error, it also returns the rank that is at fault.
 func (l *Links) Down(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	k := l.routes[to]
@@ -215,11 +186,11 @@ func (l *Links) Down(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	return l.sendOver(k, frame)
 }
 
-// Downs sends a frame from rank 0 to other ranks. A leader gets it once for all its ranks. On error, Downs
-// appends the rank that is at fault to failed.
+// Downs sends a frame from rank 0 to other ranks, at rank 0 or at a leader that passes it on. A leader gets
+// it once for all ranks behind it. On error, Downs appends the rank that is at fault to failed.
 func (l *Links) Downs(to []topo.Rank, frame []byte, failed []Event) []Event {
 	for _, r := range to {
-		if r != 0 {
+		if r != l.cfg.Rank {
 			l.routes[r].to = append(l.routes[r].to, r)
 		}
 	}
@@ -234,7 +205,7 @@ func (l *Links) Downs(to []topo.Rank, frame []byte, failed []Event) []Event {
 	return failed
 }
 
-// sendOver sends a frame from rank 0 to the ranks in k.to. On error, it also returns the rank that is at
+// sendOver sends a frame to the ranks in k.to. On error, it also returns the rank that is at
 // fault.
 func (l *Links) sendOver(k *link, frame []byte) (failed topo.Rank, err error) {
 	if k.leads {

@@ -335,8 +335,8 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// leaders returns for each rank the rank that passes on its frames to rank 0, or nil (control.Leaders).
-func (c *Config) leaders() []topo.Rank {
+// leaders returns the leaders of the job, or nil (control.Leaders).
+func (c *Config) leaders() topo.Leaders {
 	if c.Lockstep {
 		return nil
 	}
@@ -357,19 +357,19 @@ func (c *Config) sharesBelow() bool {
 func (e *Engine) connect(ctx context.Context) (err error) {
 	leaders := e.cfg.leaders()
 	e.links, err = control.Open(ctx, control.Config{
-		Rank: e.cfg.Rank, Size: e.cfg.Size, Leaders: e.cfg.leaders(), Mesh: e.cfg.Mesh, Sent: e.sched.Sent,
+		Rank: e.cfg.Rank, Size: e.cfg.Size, Leaders: leaders, Mesh: e.cfg.Mesh, Sent: e.sched.Sent,
 	})
 	if err != nil {
 		return err
 	}
 	if leaders != nil {
 		e.log.Debug("init: leaders pass on control frames", zap.Int32("leader",
-			int32(leaders[e.cfg.Rank])))
+			int32(leaders.Of(e.cfg.Rank))))
 	}
-	if led := e.links.Led(); e.cfg.Rank != 0 && len(led) > 1 {
-		e.combiner = controller.NewCombiner(led, e.firstSets(), 0)
+	e.combiner = controller.NewCombiner(e.cfg.Rank, leaders, e.firstSets(), 0)
+	if e.combiner != nil {
 		e.leader = &leader{
-			rank: e.cfg.Rank, combiner: e.combiner, links: e.links, sched: e.sched, toRoot: e.sendToRoot,
+			combiner: e.combiner, links: e.links, sched: e.sched, toRoot: e.sendToRoot,
 			failed: func(err error) { e.suspect(e.self(), err) },
 		}
 	}

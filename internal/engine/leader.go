@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 
@@ -12,41 +11,59 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// leader passes on the control frames of the ranks of its host.
+// leader passes on the control frames of the ranks behind this rank.
 type leader struct {
-	rank     topo.Rank
 	combiner *controller.Combiner
 	links    *control.Links
 	sched    *sched.Scheduler
-	// toRoot sends a frame to rank 0. failed is called if this rank has failed.
+	// toRoot sends a frame to rank 0 or to the leader of this rank. failed is called if this rank has failed.
 	toRoot func(frame []byte) error
 	failed func(error)
-	frame  []byte // memory for a frame
+	// These are memory for a frame, for the parts of one and for peers that are at fault.
+	frame  []byte
+	parts  []message.Part
+	faults []control.Event
 }
 
-// up passes on a frame of a rank that this rank leads.
+// up passes on a frame of a rank behind this rank.
 func (l *leader) up(from topo.Rank, frame []byte) {
+	if !message.IsCombined(frame) {
+		l.extend(frame)
+		l.combiner.Up(from, frame)
+		return
+	}
+	var err error
+	if l.parts, err = message.DecodeCombined(frame, l.parts); err != nil {
+		l.combiner.Fault(from, protocolError(err))
+		return
+	}
+	for i := range l.parts {
+		p := &l.parts[i]
+		if err := checkLed(l.links, from, p.Ranks); err != nil {
+			l.combiner.Fault(from, protocolError(err))
+			return
+		}
+		l.extend(p.Frame)
+		l.combiner.Relay(p)
+	}
+}
+
+func (l *leader) extend(frame []byte) {
 	if len(frame) > 0 && frame[0] == byte(message.UpNews) {
 		l.sched.Extend()
 	}
-	l.combiner.Up(from, frame)
 }
 
-// sendToMembers sends a frame to ranks that this rank leads.
+// sendToMembers sends a frame to ranks behind this rank.
 func (l *leader) sendToMembers(to []topo.Rank, frame []byte) {
-	for _, r := range to {
-		if r == l.rank {
-			continue
-		}
-		// Reading from the connection returns any other error (see sendUp).
-		if err := l.links.ToMember(r, frame); errors.Is(err, control.ErrBacklog) {
-			l.combiner.Fault(r, err.Error())
-			l.sched.Notify()
-		}
+	l.faults = l.links.Downs(to, frame, l.faults[:0])
+	for _, f := range l.faults {
+		l.combiner.Fault(f.From, f.Err.Error())
+		l.sched.Notify()
 	}
 }
 
-// ready sends the frames of the combiner: to rank 0 what the ranks of this host have sent, and to these ranks
+// ready sends the frames of the combiner: to rank 0 what the ranks behind this rank have sent, and to these
 // heartbeats and the verdict v, if this rank has found one.
 func (l *leader) ready(v *controller.Verdict) {
 	parts, quiet := l.combiner.Ready()
@@ -93,9 +110,8 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 	for i := range s.parts {
 		p := &s.parts[i]
 		switch {
-		case !e.links.Leads(leader, p.Ranks):
-			e.failSender(leader, fmt.Errorf("got frames of %s, which it does not lead",
-				topo.FormatRanks(p.Ranks)))
+		case checkLed(e.links, leader, p.Ranks) != nil:
+			e.failSender(leader, checkLed(e.links, leader, p.Ranks))
 		case message.IsProbe(p.Frame):
 			for _, r := range p.Ranks {
 				e.probeStep(r, p.Frame)
@@ -113,7 +129,15 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 	}
 }
 
-// distribute passes on a frame from rank 0 to the ranks of this host that it is for. This rank applies it
+// checkLed returns an error unless a leader passes on the frames of all the given ranks.
+func checkLed(links *control.Links, leader topo.Rank, ranks []topo.Rank) error {
+	if links.Leads(leader, ranks) {
+		return nil
+	}
+	return fmt.Errorf("got frames of %s, which it does not lead", topo.FormatRanks(ranks))
+}
+
+// distribute passes on a frame from rank 0 to the ranks behind this rank that it is for. This rank applies it
 // last, so that its own work does not delay the other ranks.
 func (e *Engine) distribute(frame []byte) {
 	s := &e.scratch
@@ -127,7 +151,7 @@ func (e *Engine) distribute(frame []byte) {
 		err = fmt.Errorf("a frame is for %s, which rank %d does not lead", topo.FormatRanks(to), e.cfg.Rank)
 	}
 	if err != nil {
-		e.failSender(0, err)
+		e.failSender(e.links.Upstream(), err)
 		return
 	}
 	if !probe {

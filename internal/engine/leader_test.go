@@ -20,11 +20,11 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// hosts are the hosts of a job of eight ranks. Rank 2 leads ranks 3 and 6, and rank 4 leads rank 5. Ranks 1
-// and 7 have no leader.
+// hosts are the hosts of a job of eight ranks. Rank 2 leads ranks 3 and 6 of its host and the leader of
+// another host, rank 4, which leads rank 5. Ranks 1 and 7 have no leader.
 var hosts = []string{"a", "a", "b", "b", "c", "c", "b", "d"}
 
-var leaders = []int{0, 1, 2, 2, 4, 4, 2, 7}
+var leaders = []int{0, 1, 2, 2, 2, 4, 2, 7}
 
 // onHosts makes the ranks of a job negotiate through leaders.
 func onHosts(cfg *engine.Config) { cfg.Hosts, cfg.LeadersAbove = hosts, 1 }
@@ -54,7 +54,7 @@ func (m *tappedMesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Ra
 	return m.tap(c, peer), nil
 }
 
-// The ranks of a host are connected to their leader, and rank 0 only to leaders and to ranks without one. The
+// A rank is connected to its leader and to the ranks that it leads, and rank 0 to ranks without a leader. The
 // sums are those of a job in which all ranks are connected to rank 0.
 func TestLeaders(t *testing.T) {
 	n := len(hosts)
@@ -116,11 +116,12 @@ func TestDeathWithLeaders(t *testing.T) {
 	}
 }
 
-// A leader that has shut down stays for the ranks that it leads, and the lowest of the ranks that share
+// A leader that has shut down stays for the ranks behind it, and the lowest of the ranks that share
 // memory stays for the others. If the deadline of its Shutdown passes, the verdict names these ranks. If it
 // dies, the verdict names it. If rank 0 dies, the verdict names rank 0, at the ranks behind the leader too.
 func TestKeeperAfterItsBye(t *testing.T) {
 	for name, config := range map[string]func(*engine.Config){"leader": onHosts, "group": inGroups} {
+		behind := map[string][]int{"leader": {3, 4, 5, 6}, "group": {3, 6}}[name]
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := start(t, len(hosts), config)
@@ -130,7 +131,7 @@ func TestKeeperAfterItsBye(t *testing.T) {
 				if !errors.Is(err, context.DeadlineExceeded) {
 					t.Errorf("rank 2: got error %v, want the context's", err)
 				}
-				c.endWith(-1, 3, 6)
+				c.endWith(-1, behind...)
 			})
 			synctest.Test(t, func(t *testing.T) { c := leaves(t, 2, config); c.die(2); c.endWith(2, 2) })
 		})
@@ -219,7 +220,7 @@ func TestCutConnectionsWithLeaders(t *testing.T) {
 				err = c.engines[r].Err()
 			}
 			want := cutOff
-			if r == cutOff || leaders[r] == cutOff {
+			if r == cutOff || leaders[r] == cutOff || leaders[leaders[r]] == cutOff {
 				want = upstream(cutOff)
 			}
 			var peer *engine.PeerError

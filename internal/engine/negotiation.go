@@ -217,7 +217,8 @@ func (e *Engine) receive() error {
 // handleEvent handles a received frame or the end of a control connection. If it returns an error, the epoch
 // ends at once.
 func (e *Engine) handleEvent(ev control.Event) error {
-	member := e.combiner != nil && ev.From != 0 // the event is from a rank that this rank leads
+	// The event may be from a rank that this rank leads.
+	member := e.combiner != nil && ev.From != e.links.Upstream()
 	switch {
 	case errors.Is(ev.Err, transport.ErrClosed):
 		// This process has closed the connection itself, so the error says nothing about the peer.
@@ -254,14 +255,16 @@ func (e *Engine) probeStep(from topo.Rank, frame []byte) {
 	}
 }
 
+func protocolError(err error) string { return fmt.Sprintf("protocol error: %v", err) }
+
 // failSender declares that the peer that sent a malformed frame has failed.
 func (e *Engine) failSender(from topo.Rank, err error) {
-	reason := fmt.Sprintf("protocol error: %v", err)
+	reason := protocolError(err)
 	switch {
 	case e.coordinator != nil:
 		e.coordinator.Fault(from, reason)
 		return
-	case e.combiner != nil && from != 0:
+	case e.combiner != nil && from != e.links.Upstream():
 		e.combiner.Fault(from, reason)
 		return
 	}

@@ -84,7 +84,7 @@ func (l *newsLoad) counted() (frames, bytes int64) {
 func TestSimulation(t *testing.T) {
 	const perHost, tensors = 8, 8
 	ranks := *simulatedRanks
-	for _, policy := range []simulate.Policy{simulate.Star, simulate.Leaders} {
+	for _, policy := range []simulate.Policy{simulate.Star, simulate.Leaders, simulate.Levels} {
 		for _, capacity := range []int{64, 0} {
 			t.Run(fmt.Sprintf("%s/cache=%d", policy, capacity), func(t *testing.T) {
 				want, err := simulate.Run(simulate.Config{Ranks: ranks, PerHost: perHost, Policy: policy,
@@ -96,11 +96,10 @@ func TestSimulation(t *testing.T) {
 				root := want.Steps[2].Root
 				load, connections := newsLoad{}, 0
 				c := startOn(t, mem.New(ranks), ranks, func(cfg *engine.Config) {
-					cfg.CacheCapacity, cfg.LeadersAbove, cfg.Spin = capacity, 1, -1
+					cfg.CacheCapacity, cfg.Spin = capacity, -1
 					cfg.LivenessTimeout = deadline // a large job starves its ranks
-					if policy == simulate.Star {
-						cfg.LeadersAbove = ranks
-					}
+					cfg.LeadersAbove = map[simulate.Policy]int{simulate.Star: ranks,
+						simulate.Leaders: ranks/perHost - 1, simulate.Levels: 1}[policy]
 					for r := range ranks {
 						cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", r/perHost))
 					}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
@@ -44,13 +45,15 @@ func (j *job) build() {
 	sets := cfg.Workload.sets(n)
 	j.hosts = make([]host, (n+cfg.PerHost-1)/cfg.PerHost)
 	if cfg.Policy != Star {
-		for r := range n {
-			leader := r - r%cfg.PerHost
-			if leader == 0 {
-				leader = r
-			}
-			j.leaders = append(j.leaders, topo.Rank(leader))
+		names := make([]string, n)
+		for r := range names {
+			names[r] = strconv.Itoa(r / cfg.PerHost)
 		}
+		leaders, list := topo.HostLeaders(names)
+		if cfg.Policy == Levels {
+			leaders.Group(list)
+		}
+		j.leaders = leaders
 	}
 	// The sets of each rank.
 	own := make([][]controller.Set, n)
@@ -61,18 +64,9 @@ func (j *job) build() {
 	}
 	for r := range n {
 		p := &process{j: j, rank: topo.Rank(r), host: &j.hosts[r/cfg.PerHost], wake: controller.Never}
-		led := []topo.Rank{p.rank}
-		if r > 0 && j.leaders != nil && j.leaders[r] == p.rank && r%cfg.PerHost == 0 {
-			for l := r + 1; l < min(r+cfg.PerHost, n); l++ {
-				led = append(led, topo.Rank(l))
-			}
-		}
-		m := controller.MemberConfig{Rank: p.rank, Sets: own[r], Leader: j.upstream(p.rank),
-			LivenessTimeout: cfg.Liveness, Keeps: len(led) > 1}
-		if len(led) > 1 {
-			p.combiner = controller.NewCombiner(led, sets, 0)
-			m.Combiner = p.combiner
-		}
+		p.combiner = controller.NewCombiner(p.rank, j.leaders, sets, 0)
+		m := controller.MemberConfig{Rank: p.rank, Sets: own[r], Leader: j.leaders.Upstream(p.rank),
+			LivenessTimeout: cfg.Liveness, Combiner: p.combiner, Keeps: p.combiner != nil}
 		p.member = controller.NewMember(m, 0)
 		j.all = append(j.all, p)
 	}
@@ -85,14 +79,6 @@ func (j *job) build() {
 			return message.TCP, message.Ring, nil
 		},
 	}, 0)
-}
-
-// upstream returns the rank to which rank r sends its frames.
-func (j *job) upstream(r topo.Rank) topo.Rank {
-	if j.leaders == nil || j.leaders[r] == r {
-		return 0
-	}
-	return j.leaders[r]
 }
 
 // wakeAt makes a turn begin at the given time at the latest.
@@ -202,7 +188,7 @@ func (p *process) memberReady() (sent bool) {
 		case p.combiner != nil:
 			p.combine(p.rank, frame, count(up))
 		default:
-			p.send(p.j.upstream(p.rank), frame, count(up))
+			p.send(p.j.leaders.Upstream(p.rank), frame, count(up))
 		}
 	}
 	for _, g := range r.Grants {
@@ -244,7 +230,7 @@ func (p *process) run(g *controller.Grant) {
 // receive handles a frame or the end of a connection.
 func (p *process) receive(e event) {
 	c := &p.j.cfg.Costs
-	led := p.combiner != nil && e.from != 0
+	led := p.combiner != nil && e.from != p.j.leaders.Upstream(p.rank)
 	if e.frame == nil {
 		const why = "its control connection ended"
 		switch {
@@ -262,6 +248,8 @@ func (p *process) receive(e event) {
 	p.spend(c.Frame, 1)
 	p.spend(c.KiB*time.Duration(len(e.frame))/1024, 1)
 	switch {
+	case led && message.IsCombined(e.frame):
+		p.relay(e.from, e.frame)
 	case led:
 		p.combine(e.from, e.frame, e.has)
 	case p.combiner != nil:
@@ -287,6 +275,27 @@ func (p *process) combine(from topo.Rank, frame []byte, has content) {
 	p.combiner.Up(from, frame)
 }
 
+// relay passes a frame of another leader to the combiner.
+func (p *process) relay(from topo.Rank, frame []byte) {
+	c := &p.j.cfg.Costs
+	var err error
+	if p.parts, err = message.DecodeCombined(frame, p.parts); err != nil {
+		p.j.fail("leader %d: %w", from, err)
+		return
+	}
+	for i := range p.parts {
+		part := &p.parts[i]
+		has := content{}
+		if message.DecodeUp(part.Frame, &p.up) == nil {
+			has = count(&p.up)
+		}
+		p.spend(c.Forward, 1)
+		p.spend(c.HeldVote, has.votes*len(part.Ranks))
+		p.spend(c.HeldAsk, has.asks*len(part.Ranks))
+		p.combiner.Relay(part)
+	}
+}
+
 // count returns what a frame has.
 func count(u *message.Up) (has content) {
 	for i := range u.Sets {
@@ -302,7 +311,7 @@ func count(u *message.Up) (has content) {
 func (p *process) combinerReady() {
 	parts, quiet := p.combiner.Ready()
 	if len(parts) > 0 {
-		p.send(0, message.AppendCombined(nil, parts), content{})
+		p.send(p.j.leaders.Upstream(p.rank), message.AppendCombined(nil, parts), content{})
 	}
 	p.combiner.Advance()
 	if len(quiet) > 0 {
@@ -320,8 +329,25 @@ func (p *process) sendDown(to []topo.Rank, d *message.Down) {
 	if err != nil {
 		p.j.fail("rank %d: %w", p.rank, err)
 	}
-	for _, r := range to {
-		p.send(r, frame, content{})
+	p.pass(to, frame)
+}
+
+// pass sends a frame to ranks behind this rank, or at rank 0 to all ranks. A leader gets it once for the
+// ranks behind it.
+func (p *process) pass(to []topo.Rank, frame []byte) {
+	for i := 0; i < len(to); {
+		first := i
+		hop := p.j.leaders.Hop(p.rank, to[first])
+		for i++; i < len(to) && p.j.leaders.Hop(p.rank, to[i]) == hop; i++ {
+		}
+		switch {
+		case hop == p.rank:
+		case p.j.all[hop].combiner != nil:
+			b := make([]byte, 0, 16+4*(i-first)+len(frame))
+			p.send(hop, message.AppendAddressed(b, to[first:i], frame), content{})
+		default:
+			p.send(hop, frame, content{})
+		}
 	}
 }
 
@@ -334,11 +360,7 @@ func (p *process) distribute(frame []byte) {
 	}
 	d := p.decode(frame)
 	p.combiner.Down(to, d)
-	for _, r := range to {
-		if r != p.rank {
-			p.send(r, frame, content{})
-		}
-	}
+	p.pass(to, frame)
 	if slices.Contains(to, p.rank) {
 		p.apply(d)
 	}
@@ -432,23 +454,7 @@ func (p *process) coordinatorReady() {
 				p.spend(c.DecideFull, len(g.Full))
 			}
 		}
-		for i := 0; i < len(o.To); {
-			first := o.To[i]
-			last := i + 1
-			if p.j.leaders != nil && first != 0 {
-				for last < len(o.To) && p.j.leaders[o.To[last]] == p.j.leaders[first] {
-					last++
-				}
-			}
-			switch {
-			case first == 0:
-			case p.j.leads(first):
-				p.send(p.j.leaders[first], message.AppendAddressed(nil, o.To[i:last], frame), content{})
-			default:
-				p.send(first, frame, content{})
-			}
-			i = last
-		}
+		p.pass(o.To, frame)
 		if slices.Contains(o.To, 0) {
 			p.memberStep(frame)
 		}
@@ -458,9 +464,6 @@ func (p *process) coordinatorReady() {
 	}
 	p.coord.Advance()
 }
-
-// leads reports whether the frames of rank r pass through a leader.
-func (j *job) leads(r topo.Rank) bool { return j.leaders != nil && j.all[j.leaders[r]].combiner != nil }
 
 // send sends a frame. The time of the turn goes on, and the frame arrives after that.
 func (p *process) send(to topo.Rank, frame []byte, has content) {

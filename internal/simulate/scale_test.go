@@ -53,19 +53,27 @@ func TestScale(t *testing.T) {
 		}
 		flush()
 	}
-	steps(Small(1), 1, Star, Leaders)
+	steps(Small(1), 1, Star, Leaders, Levels)
 	sizes = slicesUpTo(64, 1024)
-	steps(shapes(t, "resnet50"), 10, Star, Leaders)
-	steps(shapes(t, "gpt2"), 10, Leaders)
-	steps(Sharded(8, 32), 8, Leaders)
+	steps(shapes(t, "resnet50"), 10, Star, Leaders, Levels)
+	steps(shapes(t, "gpt2"), 10, Leaders, Levels)
+	steps(Sharded(8, 32), 8, Leaders, Levels)
 
 	row("ranks\t|\tfault\t|\tverdict at all ranks")
 	row("---:\t|\t---\t|\t---:")
 	for _, ranks := range slicesUpTo(64, 1024, 16384) {
-		for _, f := range []Fault{{Rank: 20}, {Rank: 16}, {Rank: 16, Host: true}} {
-			r := mustRun(t, Config{Ranks: ranks, Policy: Leaders, Workload: Small(8), Steps: 2, Fault: f})
-			row("%d\t|\t%s\t|\t%s", ranks, map[Fault]string{{Rank: 20}: "a rank is killed",
-				{Rank: 16}: "a leader is killed", {Rank: 16, Host: true}: "the host of a leader vanishes"}[f], short(r.Verdict))
+		for _, f := range []Fault{{Rank: 20}, {Rank: 16}, {Rank: 8}, {Rank: 16, Host: true},
+			{Rank: 8, Host: true}} {
+			if f.Rank == 8 && usual(ranks) != Levels {
+				continue
+			}
+			r := mustRun(t, Config{Ranks: ranks, Policy: usual(ranks), Workload: Small(8), Steps: 2,
+				Fault: f})
+			row("%d\t|\t%s\t|\t%s", ranks, map[Fault]string{
+				{Rank: 20}: "a rank is killed",
+				{Rank: 16}: "a leader is killed", {Rank: 16, Host: true}: "the host of a leader vanishes",
+				{Rank: 8}:             "a leader of leaders is killed",
+				{Rank: 8, Host: true}: "the host of a leader of leaders vanishes"}[f], short(r.Verdict))
 		}
 	}
 	flush()
@@ -74,7 +82,7 @@ func TestScale(t *testing.T) {
 	row("---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:\t|\t---:")
 	for _, ranks := range slicesUpTo(256, 1024, 4096, 16384) {
 		j, again := Join(ranks, 8, &Measured), Join(ranks-8, 8, &Measured)
-		r := mustRun(t, Config{Ranks: ranks - 8, Policy: Leaders, Workload: Small(8), Steps: 1})
+		r := mustRun(t, Config{Ranks: ranks - 8, Policy: usual(ranks), Workload: Small(8), Steps: 1})
 		row("%d\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%s\t|\t%d\t|\t%.1f\t|\t%.1f\t|\t%d\t|\t%s", ranks, short(j.Time()), short(j.CheckIn),
 			short(j.Gather), short(j.Ready), short(j.RootCPU), j.Connections, float64(j.RootBytes)/(1<<20),
 			float64(j.MemberBytes)/(1<<20),
@@ -92,6 +100,14 @@ func TestScale(t *testing.T) {
 		}
 	}
 	flush()
+}
+
+// usual returns the policy of a real job on hosts of 8 (control.Leaders).
+func usual(ranks int) Policy {
+	if ranks/8-1 > 64 {
+		return Levels
+	}
+	return Leaders
 }
 
 func slicesUpTo(sizes ...int) (kept []int) {
@@ -116,7 +132,7 @@ func short(d time.Duration) string {
 // memory returns the memory of each role after two steps. Members share the responses of cached tensors in
 // the simulation, so the result has their part of them.
 func memory(t *testing.T, ranks int, w *Workload) (coordinator, leader, member uint64) {
-	j, err := run(Config{Ranks: ranks, PerHost: 8, Policy: Leaders, Workload: w, Steps: 2,
+	j, err := run(Config{Ranks: ranks, PerHost: 8, Policy: usual(ranks), Workload: w, Steps: 2,
 		CacheCapacity: 1024, Costs: Measured})
 	if err != nil {
 		t.Fatal(err)

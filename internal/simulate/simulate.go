@@ -31,7 +31,8 @@ type Policy string
 // These are the policies.
 const (
 	Star    Policy = "star"    // every rank has a connection to rank 0
-	Leaders Policy = "leaders" // controller.Combiner, which real jobs of more than 64 ranks use
+	Leaders Policy = "leaders" // the leader of each host has a connection to rank 0
+	Levels  Policy = "levels"  // the leaders of hosts have leaders, as in real jobs with more than 64 other hosts
 )
 
 // Config describes a simulated job.
@@ -111,7 +112,7 @@ type job struct {
 	seq     uint64
 	all     []*process
 	hosts   []host
-	leaders []topo.Rank
+	leaders topo.Leaders
 	digest  hash.Hash64
 	err     error
 
@@ -124,6 +125,7 @@ type job struct {
 	result    Result
 	killed    time.Duration
 	verdicts  int
+	living    int // the number of ranks that the fault has not killed
 
 	// decoded is the last frame from rank 0 that was decoded.
 	decoded struct {
@@ -294,13 +296,7 @@ func (j *job) stepEnded() bool {
 	if j.killed == 0 {
 		return j.waiting == 0
 	}
-	living := 0
-	for _, p := range j.all {
-		if !p.dead {
-			living++
-		}
-	}
-	return j.verdicts == living
+	return j.verdicts == j.living
 }
 
 // record stores the result of a step.
@@ -319,7 +315,7 @@ func (j *job) record() {
 			s.Member.add(l)
 			members++
 		}
-		if p.rank != 0 && j.upstream(p.rank) == 0 {
+		if p.rank != 0 && j.leaders.Upstream(p.rank) == 0 {
 			s.Connections++
 		}
 	}
@@ -338,13 +334,14 @@ func (l *Load) mean(n int) {
 
 // kill ends the processes of the fault.
 func (j *job) kill() {
-	j.killed = j.now
+	j.killed, j.living = j.now, len(j.all)
 	j.result.Verdict = 0
 	f := j.all[j.cfg.Fault.Rank]
 	for _, p := range j.all {
 		if p == f || j.cfg.Fault.Host && p.host == f.host {
 			p.dead = true
 			j.waiting--
+			j.living--
 		}
 	}
 	if j.cfg.Fault.Host {
@@ -352,7 +349,7 @@ func (j *job) kill() {
 		return
 	}
 	for _, p := range j.all {
-		if !p.dead && (j.upstream(p.rank) == f.rank || j.upstream(f.rank) == p.rank) {
+		if !p.dead && (j.leaders.Upstream(p.rank) == f.rank || j.leaders.Upstream(f.rank) == p.rank) {
 			j.post(event{at: j.now + j.latency(f, p), to: p, kind: deliver, from: f.rank})
 		}
 	}

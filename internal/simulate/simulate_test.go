@@ -38,7 +38,7 @@ func mustRun(t *testing.T, cfg Config) *Result {
 
 // The same seed gives the same frames at the same times, and another seed gives others.
 func TestSeed(t *testing.T) {
-	for _, policy := range []Policy{Star, Leaders} {
+	for _, policy := range []Policy{Star, Leaders, Levels} {
 		digest := func(seed uint64) uint64 {
 			return mustRun(t, Config{Ranks: 64, Policy: policy, Workload: Small(40), Steps: 3, Bursts: 5,
 				Backward: 10 * time.Millisecond, Jitter: 0.1, Seed: seed}).Digest
@@ -52,7 +52,7 @@ func TestSeed(t *testing.T) {
 // Every rank gets a verdict, which names the rank that was killed, or the ranks of a host that vanished that
 // had a connection to rank 0.
 func TestFaults(t *testing.T) {
-	for _, policy := range []Policy{Star, Leaders} {
+	for _, policy := range []Policy{Star, Leaders, Levels} {
 		connected := []topo.Rank{16}
 		if policy == Star {
 			connected = []topo.Rank{16, 17, 18, 19, 20, 21, 22, 23}
@@ -65,6 +65,7 @@ func TestFaults(t *testing.T) {
 			{Fault{Rank: 20}, []topo.Rank{20}, 10 * time.Millisecond},
 			{Fault{Rank: 16}, []topo.Rank{16}, 10 * time.Millisecond},
 			{Fault{Rank: 16, Host: true}, connected, 12 * time.Second},
+			{Fault{Rank: 8}, []topo.Rank{8}, 10 * time.Millisecond}, // with levels, it leads rank 16
 		} {
 			r := mustRun(t, Config{Ranks: 64, Policy: policy, Workload: Small(4), Steps: 2, Fault: c.fault})
 			if !slices.Equal(r.Blamed, c.want) || r.Verdict <= 0 || r.Verdict > c.most {

@@ -1,0 +1,45 @@
+package control_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/control"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+func TestLeaders(t *testing.T) {
+	spread := func(hosts, perHost int) (all []string) {
+		for r := range hosts * perHost {
+			all = append(all, fmt.Sprint(r/perHost))
+		}
+		return all
+	}
+	for _, c := range []struct {
+		name  string
+		hosts []string
+		above int
+		want  topo.Leaders
+	}{
+		{"a small job", spread(8, 8), 0, nil},
+		{"one host", spread(1, 66), 0, nil},
+		{"few hosts with one rank each", spread(5, 1), 4, nil},
+		{"one level", spread(3, 2), 2, topo.Leaders{0, 1, 2, 2, 4, 4}},
+		{"two levels", spread(5, 2), 3, topo.Leaders{0, 1, 2, 2, 2, 4, 6, 6, 6, 8}},
+		{"many hosts with one rank each", spread(6, 1), 4, topo.Leaders{0, 1, 1, 1, 4, 4}},
+		{"ranks placed in turns", []string{"b", "a", "b", "a", "c"}, 2, topo.Leaders{0, 1, 2, 1, 4}},
+	} {
+		if got := control.Leaders(c.hosts, len(c.hosts), c.above); !slices.Equal(got, c.want) {
+			t.Errorf("%s: got %v, want %v", c.name, got, c.want)
+		}
+	}
+	leaders := control.Leaders(spread(2048, 8), 16384, 0)
+	connections := make([]int, len(leaders))
+	for r := range leaders {
+		connections[leaders.Upstream(topo.Rank(r))]++
+	}
+	if got := slices.Max(connections); leaders.Levels() != 2 || got > 60 {
+		t.Errorf("16384 ranks: got %d levels and %d connections, want 2 and at most 60", leaders.Levels(), got)
+	}
+}
