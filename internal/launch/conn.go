@@ -97,9 +97,9 @@ func (b *inbox) post(f func()) bool {
 	}
 }
 
-// agents starts the agents of the hosts and has the connections to them. The first four fields do not change,
-// and the others belong to the supervisor's goroutine unless noted otherwise. Goroutines that serve connections
-// post calls of supervisor to inbox.
+// agents starts the agents of the hosts and has the connections to them. The first four fields do not
+// change, and the others belong to the supervisor's goroutine unless noted otherwise. Goroutines that serve
+// connections post calls of supervisor to inbox.
 type agents struct {
 	spec       *spec
 	console    *console

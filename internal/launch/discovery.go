@@ -28,8 +28,8 @@ type Discovery struct {
 // readGrace is how long the output of the program is read after its end.
 const readGrace = 200 * time.Millisecond
 
-// run runs the program once, as a child of the family children and with the environment env, and returns the hosts that
-// it prints.
+// run runs the program once, as a child of the family children and with the environment env, and returns the
+// hosts that it prints.
 func (d *Discovery) run(ctx context.Context, children *family, env []string) ([]Host, error) {
 	fail := func(format string, args ...any) ([]Host, error) {
 		return nil, fmt.Errorf("host discovery: %s: "+format, append([]any{d.Command}, args...)...)

@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// spec holds what is fixed before the job starts: the options of Run and what follows from them. All goroutines
-// of the launcher may read it.
+// spec holds what is fixed before the job starts: the options of Run and what follows from them. All
+// goroutines of the launcher may read it.
 type spec struct {
 	o       *Options
 	places  []Assignment // place of each rank

@@ -125,7 +125,8 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 		v.members.schedulerLeft()
 		return
 	}
-	// With mu, addLink makes no link that nobody ends, and no call that is woken finds the context still valid.
+	// With mu, addLink makes no link that nobody ends, and no call that is woken finds the context still
+	// valid.
 	v.members.mu.Lock()
 	v.calls.fail(err)
 	v.cancel(err)

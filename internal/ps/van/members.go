@@ -26,16 +26,16 @@ const newsTime = 5 * time.Second
 // A process that returns has the ids of the one before.
 type members struct {
 	cfg *Config
-	// self are the nodes of this process, and id is the first of their ids. When ready is closed they have ids
-	// and addresses, id is valid, and neither changes any more.
+	// self are the nodes of this process, and id is the first of their ids. When ready is closed they have
+	// ids and addresses, id is valid, and neither changes any more.
 	self  []*pspb.Node
 	id    int
 	ready chan struct{} // closed when nodes is complete
 	cores atomic.Bool   // every server and worker on this host has a core (haveCores)
 
-	// mu guards what follows. The van also replaces its map of links with mu held, and ends its context with mu
-	// held or after leaving is set, so that it connects with no process that has ended, and makes no link when
-	// it is leaving.
+	// mu guards what follows. The van also replaces its map of links with mu held, and ends its context with
+	// mu held or after leaving is set, so that it connects with no process that has ended, and makes no link
+	// when it is leaving.
 	mu    sync.Mutex
 	nodes map[int]*pspb.Node
 	first map[uint64]int // id of customer 0 of each process, by incarnation

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
-	"go.uber.org/zap"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
@@ -26,8 +25,6 @@ import (
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-var noLog = zap.NewNop()
 
 // ignore is a Handler that does nothing.
 type ignore struct{}
