@@ -98,9 +98,12 @@ func trainExactly(ctx context.Context) error {
 	var ends *hvd.ProcessSet
 	err := elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
 		if ends != nil {
+			// While the engine of the earlier generation still ends in the background, its set exists.
 			var usage *hvd.UsageError
-			if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Over(ends)); !errors.As(err, &usage) {
-				return fmt.Errorf("process set of an earlier generation: got %v, want a UsageError", err)
+			if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Over(ends)); !errors.As(err, &usage) &&
+				!errors.Is(err, hvd.ErrShutDown) {
+				return fmt.Errorf("process set of an earlier generation: got error %v, want a UsageError or "+
+					"ErrShutDown", err)
 			}
 		}
 		var err error

@@ -157,7 +157,7 @@ func (l Library) Run(t *testing.T, processes int, program string, args ...string
 func (l Library) RunTests(t *testing.T, program string, processes ...int) {
 	for _, n := range processes {
 		t.Run(fmt.Sprintf("processes=%d", n), func(t *testing.T) {
-			l.Run(t, n, program, "-test.v", "-test.timeout", "100s")
+			l.Run(t, n, program, "-test.v", "-test.timeout", "10m")
 		})
 	}
 }
