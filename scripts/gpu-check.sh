@@ -32,6 +32,7 @@ if [ "$stand_ins" ]; then
 	largest=256K
 	export HVD_NCCL_LIBRARY=$programs/standins/libnccl.so.2 HVD_CUDART_LIBRARY=$programs/standins/libcudart.so.12
 	export LD_LIBRARY_PATH=$programs/standins STANDIN_CUDA_DEVICES=1 STANDIN_CUDA_DELAY_US=1000
+	export STANDIN_NCCL_FOLDER=$work
 fi
 
 failures=0

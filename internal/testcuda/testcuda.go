@@ -35,6 +35,7 @@ func Main(m *testing.M) int {
 		}
 		defer os.RemoveAll(dir)
 		os.Setenv(folder, dir)
+		os.Setenv("STANDIN_NCCL_FOLDER", dir) // so that nothing is left of ranks that die
 	}
 	return m.Run()
 }

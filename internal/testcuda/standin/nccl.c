@@ -21,6 +21,8 @@
 //	                          init   (without N) the rank does not answer during initialization, which ends with
 //	                          an error
 //	STANDIN_NCCL_INIT_SECONDS how long initialization waits for the other ranks (default 60, with init 8)
+//	STANDIN_NCCL_FOLDER       folder of the files that the ranks of a communicator map until all have joined. If a
+//	                          rank dies before, the file is left (default /tmp)
 //	NCCL_HOSTID               ranks with different values do not share a host, so that they may share a device
 //
 // With -DSTANDIN_OLD the library has only the functions of NCCL 2.7.
@@ -78,7 +80,7 @@ struct region {
 
 struct comm {
 	struct region *region;
-	char name[128];
+	char path[4096]; // of the region
 	int rank, n, device;
 	int blocks; // how many multiprocessors an operation occupies
 	int busy, aborting, async;
@@ -179,19 +181,19 @@ int ncclGetUniqueId(struct uniqueId *id) {
 	uint64_t number;
 	if (getrandom(&number, sizeof number, 0) != sizeof number)
 		return systemError;
-	snprintf(id->bytes, sizeof id->bytes, "/standin-nccl-%016llx", (unsigned long long)number);
+	snprintf(id->bytes, sizeof id->bytes, "standin-nccl-%016llx", (unsigned long long)number);
 	return success;
 }
 
 // ---- communicators
 
 static int openRegion(struct comm *c) {
-	int fd = shm_open(c->name, O_RDWR | O_CREAT, 0600);
+	int fd = open(c->path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
 	if (fd < 0 || ftruncate(fd, sizeof(struct region)) != 0)
-		return fails(systemError, "opening the shared memory failed");
+		return fails(systemError, "opening the file of shared memory failed");
 	c->region = mmap(NULL, sizeof(struct region), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	close(fd);
-	return c->region == MAP_FAILED ? fails(systemError, "mapping the shared memory failed") : success;
+	return c->region == MAP_FAILED ? fails(systemError, "mapping the file of shared memory failed") : success;
 }
 
 // meet waits until all ranks have joined, and checks them.
@@ -212,12 +214,12 @@ static int meet(struct comm *c) {
 	for (int r = 0; r < c->n; r++)
 		while (!__atomic_load_n(&c->region->members[r].joined, __ATOMIC_ACQUIRE)) {
 			if (now() >= end) {
-				shm_unlink(c->name);
+				unlink(c->path);
 				return fails(systemError, "a rank has not checked in");
 			}
 			pause_();
 		}
-	shm_unlink(c->name);
+	unlink(c->path);
 	for (int r = 0; r < c->n; r++) {
 		struct member *other = &c->region->members[r];
 		if (r != c->rank && strcmp(other->bus, me->bus) == 0 && strcmp(other->host, me->host) == 0)
@@ -230,7 +232,8 @@ static int newComm(void **comm, int n, const char *name, int rank, struct comm *
 	if (n < 1 || n > maxRanks || rank < 0 || rank >= n)
 		return fails(invalidArgument, "invalid number of ranks or rank");
 	struct comm *c = calloc(1, sizeof *c);
-	snprintf(c->name, sizeof c->name, "%s", name);
+	const char *folder = getenv("STANDIN_NCCL_FOLDER");
+	snprintf(c->path, sizeof c->path, "%s/%s", folder && *folder ? folder : "/tmp", name);
 	c->rank = rank;
 	c->n = n;
 	c->blocks = defaultBlocks;
