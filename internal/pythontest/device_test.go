@@ -3,9 +3,10 @@
 package pythontest
 
 import (
-	"os/exec"
+	"errors"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -36,43 +37,56 @@ func TestDevicePython(t *testing.T) {
 			t.Errorf("%s on %d ranks: %v\n%s", c.tests, c.ranks, err, out)
 		}
 	}
-	const killed = 128 + 9
-	if out, err := run("Killed", 3); !exited(err, killed) || strings.Count(out, ">:OK\n") != 2 {
-		t.Errorf("Killed: got %v, want exit status %d and two ranks that pass\n%s", err, killed, out)
-	}
-	for at, dead := range map[string]int{
-		"2=ncclCommInitRankConfig:1": 1, "2=cudaStreamWaitEvent:1": 1, "2=cudaMemcpyBatchAsync:1": 1,
-		"2=ncclAllReduce:1": 1, "2=cudaMemcpyBatchAsync:2": 1, "2=cudaEventQuery:1": 1,
-		"1=ncclCommAbort:1 2=ncclAllReduce:2": 2,
+	for _, c := range []struct {
+		tests, at string
+		dead      []int
+	}{
+		{"Killed", "", []int{2}},
+		{"KilledAt", "2=ncclCommInitRankConfig:1", []int{2}},
+		{"KilledAt", "2=cudaStreamWaitEvent:1", []int{2}},
+		{"KilledAt", "2=cudaMemcpyBatchAsync:1", []int{2}},
+		{"KilledAt", "2=ncclAllReduce:1", []int{2}},
+		{"KilledAt", "2=cudaMemcpyBatchAsync:2", []int{2}},
+		{"KilledAt", "2=cudaEventQuery:1", []int{2}},
+		{"KilledAt", "1=ncclCommAbort:1 2=ncclAllReduce:2", []int{1, 2}},
 	} {
 		dir := t.TempDir()
-		out, err := run("KilledAt", 3, "KILL_AT="+at, "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
-		if !exited(err, killed) || strings.Count(out, ">:OK\n") != 3-dead {
-			t.Errorf("killed at %s: got %v, want exit status %d and %d ranks that pass\n%s", at, err, killed, 3-dead, out)
+		env := append(standIns(), "KILL_AT="+c.at, "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
+		for r, end := range ranksOf(t, 3, env, deviceRanks(t), c.tests) {
+			out, err := end()
+			passed := err == nil && strings.HasSuffix(out, "\nOK\n")
+			killed := err != nil && err.Error() == "signal: killed"
+			if dies := slices.Contains(c.dead, r); !dies && !passed || dies && !killed {
+				t.Errorf("%s %s: rank %d: got %v, want that ranks %v are killed and the others pass\n%s", c.tests,
+					c.at, r, err, c.dead, out)
+			}
 		}
-		if left, err := filepath.Glob(filepath.Join(dir, "*", "*")); err != nil || len(left) > 0 {
-			t.Errorf("killed at %s: %v was left, %v", at, left, err)
+		// Only the folder of the user, gohvd-UID, stays.
+		inside, err := filepath.Glob(filepath.Join(dir, "gohvd-*", "*"))
+		beside, otherErr := filepath.Glob(filepath.Join(dir, "[^g]*"))
+		if left := append(inside, beside...); errors.Join(err, otherErr) != nil || len(left) > 0 {
+			t.Errorf("%s %s: %v was left, %v, %v", c.tests, c.at, left, err, otherErr)
 		}
 	}
-}
-
-// exited reports whether err says that a process has ended with the status.
-func exited(err error, status int) bool {
-	e, ok := err.(*exec.ExitError)
-	return ok && e.ExitCode() == status
 }
 
 // onDevices runs tests of device_ranks.py with the stand-ins for CUDA and NCCL.
 func onDevices(t testing.TB, tests string, ranks int, env ...string) (string, error) {
-	program := filepath.Join(python(t), "tests", "device_ranks.py")
-	cmd := job(t, ranks, append([]string{program}, strings.Fields(tests)...)...)
-	// The streams are slow, so that missing waits show.
-	cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
-		"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
-		"STANDIN_CUDA_DELAY_US=2000")
-	cmd.Env = append(cmd.Env, env...)
+	cmd := job(t, ranks, append([]string{deviceRanks(t)}, strings.Fields(tests)...)...)
+	cmd.Env = append(append(cmd.Env, standIns()...), env...)
 	out, err := cmd.CombinedOutput()
 	return string(out), err
+}
+
+// deviceRanks returns the path of device_ranks.py.
+func deviceRanks(t testing.TB) string { return filepath.Join(python(t), "tests", "device_ranks.py") }
+
+// standIns returns the variables with which programs use the stand-ins. The streams are slow, so that missing
+// waits show.
+func standIns() []string {
+	return []string{"HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY=" + testcuda.NCCL(),
+		"HVD_CUDART_LIBRARY=" + testcuda.CUDA(), "LD_LIBRARY_PATH=" + testcuda.Folder(),
+		"STANDIN_CUDA_DELAY_US=2000"}
 }
 
 // BenchmarkDevicePython measures the processor time of an allreduce from Python, on a device and in host

@@ -110,6 +110,43 @@ func launched(t testing.TB, args ...string) *exec.Cmd {
 	return cmd
 }
 
+// ranksOf starts a Python program on n ranks of this host, without hvdrun, which would end ranks some seconds
+// after the death of another one, and the processes that a rank leaves behind. It returns a function for each
+// rank, which waits for the end of its process and returns its output.
+func ranksOf(t *testing.T, n int, env []string, args ...string) (ends []func() (string, error)) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
+	t.Cleanup(cancel)
+	dir := t.TempDir()
+	env = slices.Concat(environment(t), []string{"HVD_INIT_METHOD=file://" + filepath.Join(dir, "job"),
+		"HOROVOD_SIZE=" + fmt.Sprint(n)}, env)
+	for r := range n {
+		cmd := exec.CommandContext(ctx, testnet.Python, args...)
+		cmd.Env = append(slices.Clone(env), "HOROVOD_RANK="+fmt.Sprint(r))
+		file := filepath.Join(dir, fmt.Sprint(r)) // no pipe, which processes that are left would keep open
+		out, err := os.Create(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer out.Close()
+		cmd.Stdout, cmd.Stderr = out, out
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan error, 1)
+		go func() { ended <- cmd.Wait() }()
+		ends = append(ends, func() (string, error) {
+			err := <-ended
+			text, readErr := os.ReadFile(file)
+			if readErr != nil {
+				t.Error(readErr)
+			}
+			return string(text), err
+		})
+	}
+	return ends
+}
+
 // environment returns the environment of a Python program that uses the Python package of this checkout.
 func environment(t testing.TB) []string {
 	return append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
