@@ -155,10 +155,8 @@ type DevicePart struct {
 	// set if the next operation of the backend is another part of the same operation, with the same Order.
 	Order uint64
 	More  bool
-	// Name is the name of the first response of the operation, and Others the number of the other ones, for
-	// tools that show what the device does.
-	Name   string
-	Others int
+	// Name is the name of the first response of the operation, for tools that show what the device does.
+	Name string
 	// Err is set if this rank cannot run the operation on devices. Start then returns an error with this
 	// cause, and operations that come later in Order fail instead of waiting for this one.
 	Err error

@@ -60,7 +60,7 @@ func (m *machine) start(w *Work) (err error) {
 		x.op.Device = &x.device
 		x.device.Devices = w.Grant.Responses[0].Devices
 		x.device.Order = w.Order
-		x.device.Name, x.device.Others = w.Grant.Responses[0].Name, len(w.Grant.Responses)-1
+		x.device.Name = w.Grant.Responses[0].Name
 		if w.watching != nil {
 			x.device.Enter = w.enter
 		}

@@ -224,7 +224,8 @@ func (b *backend) run(ctx context.Context) (*flight, error) {
 			return nil, err
 		}
 	}
-	err := b.device.ranges.In(b.op.Kind.String(), b.part.Name, b.part.Others, func() error {
+	others := max(len(b.op.Tensors)-1, 0) // a rank that has joined has no tensors
+	err := b.device.ranges.In(b.op.Kind.String(), b.part.Name, others, func() error {
 		if err := b.launch(); err != nil {
 			return err
 		}
@@ -303,6 +304,7 @@ func (b *backend) passTurn() {
 // device returns the stream at p, of the given number of streams of each device. It makes the stream when it
 // is called for the first time.
 func (l *Library) device(p place, streams int) (*device, error) {
+	ranges := l.ranges()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if d := l.devices[p]; d != nil {
@@ -312,10 +314,7 @@ func (l *Library) device(p place, streams int) (*device, error) {
 	if err != nil {
 		return nil, err
 	}
-	if l.ranges == nil {
-		l.ranges = cuda.OpenRanges()
-	}
-	d := &device{Device: of, ranges: l.ranges}
+	d := &device{Device: of, ranges: ranges}
 	d.changed.L = &d.finisher.mu
 	if streams > 1 {
 		n, err := of.Processors()

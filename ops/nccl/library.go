@@ -137,10 +137,12 @@ type Library struct {
 	// and how long they wait at the end for other ranks. Load sets it to 5 s.
 	EndTimeout time.Duration
 	f          *C.functions
+	// ranges returns nil unless a tool such as Nsight Systems watches. The first call looks for the library of
+	// NVTX.
+	ranges func() *cuda.Ranges
 
 	mu      sync.Mutex
 	devices map[place]*device
-	ranges  *cuda.Ranges         // nil unless a tool such as Nsight Systems watches
 	pinned  map[reduction]pinned // neutral elements in pinned memory
 	// next is the Order of the next operation that may be launched. err is the error of the first operation
 	// that has failed. Later operations do not wait for it, but fail with it. turn is notified when one of
@@ -205,7 +207,7 @@ func newLibrary(file *cuda.Library) (l *Library, err error) {
 	// The table is memory of C, which a Library that is new enough keeps for ever: at each call cgo would
 	// check all pointers of one in Go.
 	l = &Library{File: file.File, f: (*C.functions)(C.malloc(C.sizeof_functions)),
-		EndTimeout: 5 * time.Second, devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
+		EndTimeout: 5 * time.Second, ranges: sync.OnceValue(cuda.OpenRanges), devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
 	*l.f = C.functions{}
 	l.turn.L = &l.mu
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
