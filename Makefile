@@ -147,12 +147,13 @@ test-nccl: ## test the Python package, hvdbench and all operations on CUDA devic
 	$(GO) test $(VETTED) -tags nccl -count 1 -run RepeatedDevice ./hvd
 
 .PHONY: nccl-libraries
-nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) have what gohvd calls; needs no GPU
+nccl-libraries: ## check that PyPI's NCCL, and CUDA runtimes and NVTX for CUDA 12 and 13 (300 MB), have what gohvd calls; needs no GPU
 	python3 -m venv "$(TOOLS)/nccl"
-	"$(TOOLS)/nccl/bin/python" -m pip install --quiet --upgrade nvidia-nccl-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-runtime
+	"$(TOOLS)/nccl/bin/python" -m pip install --quiet --upgrade nvidia-nccl-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-runtime nvidia-nvtx-cu12 nvidia-nvtx
 	for version in 12 13; do \
 		$(GO) test -tags nccl -count 1 -run Real -v ./ops/nccl -args -nccl "$$(find "$(TOOLS)/nccl" -name libnccl.so.2)" \
-			-cudart "$$(find "$(TOOLS)/nccl" -name libcudart.so.$$version)"; \
+			-cudart "$$(find "$(TOOLS)/nccl" -name libcudart.so.$$version)" \
+			-nvtx "$$(find "$(TOOLS)/nccl" -name libnvtx3interop.so.1 | sort | sed -n "$$((version - 11))p")"; \
 	done
 
 .PHONY: libgohvd

@@ -18,7 +18,7 @@ typedef struct {
 	const char *message;
 } attributes;
 
-// The functions of NVTX, in the order of the list rangeFunctions in Go.
+// The functions of NVTX, in the order of the list RangeFunctions in Go.
 typedef struct {
 	void *(*domainCreate)(const char *);
 	int (*push)(void *, const attributes *);
@@ -46,8 +46,8 @@ import (
 	"unsafe"
 )
 
-// rangeFunctions are the names of the functions in C's struct ranges, in its order.
-var rangeFunctions = []string{"nvtxDomainCreateA", "nvtxDomainRangePushEx", "nvtxDomainRangePop"}
+// RangeFunctions are the names of the functions in C's struct ranges, in its order.
+var RangeFunctions = []string{"nvtxDomainCreateA", "nvtxDomainRangePushEx", "nvtxDomainRangePop"}
 
 // Ranges records NVTX ranges, with which tools such as Nsight Systems show what a program does. A nil *Ranges
 // records none.
@@ -58,8 +58,8 @@ type Ranges struct{ c C.ranges }
 func OpenRanges() *Ranges {
 	r := new(Ranges)
 	if err := OpenLibrary(func(l *Library) error {
-		if err := l.load(unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(&r.c)), len(rangeFunctions)),
-			rangeFunctions); err != nil {
+		if err := l.load(unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(&r.c)), len(RangeFunctions)),
+			RangeFunctions); err != nil {
 			return err
 		}
 		if C.gohvdDomain(&r.c); r.c.domain == nil {
@@ -72,8 +72,8 @@ func OpenRanges() *Ranges {
 	return r
 }
 
-// In calls f in a range of the calling thread. The range has the kind of an operation, the first name of what
-// is fused in it, and the number of the other names.
+// In calls f in a range of the calling thread. The range has the kind of an operation, the name of its first
+// tensor, and the number of the others.
 func (r *Ranges) In(kind, name string, others int, f func() error) error {
 	if r == nil {
 		return f()

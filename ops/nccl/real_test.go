@@ -19,6 +19,7 @@ import (
 var (
 	realNCCL = flag.String("nccl", "", "the `file` of a real NCCL for TestRealLibraries")
 	realCUDA = flag.String("cudart", "", "the `file` of a real CUDA runtime for TestRealLibraries")
+	realNVTX = flag.String("nvtx", "", "the `file` of a real NVTX for TestRealLibraries, or empty for none")
 )
 
 // The real libraries have all functions that gohvd calls, and say which versions they are. On a machine
@@ -40,6 +41,16 @@ func TestRealLibraries(t *testing.T) {
 	if f := []string{"cudaMemcpyBatchAsync"}; found.CUDA.Code >= 12080 {
 		if missing := r.Library.Symbols(make([]unsafe.Pointer, 1), f); missing != nil {
 			t.Errorf("CUDA %s lacks %v", found.CUDA.Version, missing)
+		}
+	}
+	if *realNVTX != "" {
+		if err := cuda.OpenLibrary(func(l *cuda.Library) error {
+			if missing := l.Symbols(make([]unsafe.Pointer, len(cuda.RangeFunctions)), cuda.RangeFunctions); missing != nil {
+				t.Errorf("%s lacks %v", l.File, missing)
+			}
+			return nil
+		}, *realNVTX); err != nil {
+			t.Error(err)
 		}
 	}
 	l, err := nccl.Load(*realNCCL, *realCUDA)
