@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/hvd/cuda"
@@ -21,6 +22,9 @@ import (
 // one before it, whose input is still being computed. There are two, because the coordinator grants more only
 // while at most one is unfinished. (It grants more at once if they have been submitted together.)
 func TestDeviceInFlight(t *testing.T) {
+	defer time.AfterFunc(4*time.Minute, func() {
+		panic("TestDeviceInFlight: for 4 minutes, an operation has waited for the end of the one before it")
+	}).Stop() // the test cannot end by itself then: CUDA would wait for the operations
 	const operations = 2
 	gate := filepath.Join(t.TempDir(), "open")
 	t.Setenv("STANDIN_CUDA_HOLD", gate)
@@ -48,14 +52,13 @@ func TestDeviceInFlight(t *testing.T) {
 			})
 		}
 		once.Do(func() {
-			// Also if not all are launched, because streams cannot be closed before.
-			defer func() { d.check(os.WriteFile(gate, nil, 0o600)) }()
 			testnet.Eventually(t, "all operations are launched", func() bool {
 				return calls("ncclAllReduce") == 2*operations
 			})
 			if n := ended.Load(); n != 0 {
 				t.Errorf("%d operations have ended before their input was computed", n)
 			}
+			d.check(os.WriteFile(gate, nil, 0o600))
 		})
 		d.check(hvd.Barrier(ctx, on))
 		waiting.Wait()
