@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Prints what ``go test -json`` writes as go test does, and also the tests that were skipped and why, and for each package
-that takes over a minute its slowest tests.
+"""Prints what ``go test -json`` writes as go test does, and also the tests that were skipped and why, and, for each
+package that takes over a minute, its slowest tests.
 
 Without -v, go test does not tell which tests of a package that passes were skipped, and how long each has taken.
 """
@@ -12,7 +12,7 @@ import sys
 SLOW_SECONDS = 60
 
 outputs = collections.defaultdict(list)  # what each test has printed, and each package outside of tests
-took = collections.defaultdict(dict)  # the seconds of each test of a package that is not part of another test
+took = collections.defaultdict(dict)  # the seconds of each test of a package
 
 for line in sys.stdin:
     try:
@@ -27,7 +27,7 @@ for line in sys.stdin:
         outputs[package, test].append(event["Output"])
     elif action in ("pass", "fail", "skip"):
         output = outputs.pop((package, test), [])
-        if test and "/" not in test:
+        if test:
             took[package][test] = event["Elapsed"]
         if action == "fail":
             sys.stdout.writelines(output)
@@ -39,7 +39,9 @@ for line in sys.stdin:
             sys.stdout.writelines(o for o in output if o.startswith("ok"))
         tests = took.pop(package, {}) if not test else {}
         if tests and event["Elapsed"] > SLOW_SECONDS:
-            slowest = sorted(tests, key=tests.get, reverse=True)[:3]
+            # The time of a test does not include that of its parallel subtests.
+            whole = {name.rpartition("/")[0] for name in tests}
+            slowest = sorted(tests.keys() - whole, key=tests.get, reverse=True)[:3]
             print(f"slow\t{package}: " + ", ".join(f"{name} {tests[name]:.0f} s" for name in slowest))
         sys.stdout.flush()
 
