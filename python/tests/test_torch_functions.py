@@ -218,10 +218,6 @@ class Objects(RanksTest):
         self.assertEqual(hvd.allgather_object(self.rank, name="ranks"), list(range(self.size)))
 
 
-if __name__ == "__main__":
-    unittest.main()
-
-
 class Distributed(unittest.TestCase):
     def test_torch_is_too_old(self) -> None:
         """The import of gohvd.torch.distributed says which version of torch it needs."""
@@ -232,3 +228,7 @@ class Distributed(unittest.TestCase):
                 ImportError, "^gohvd.torch.distributed needs torch 2.1 or newer, but torch 2.0.1 is installed"
             ):
                 importlib.import_module("gohvd.torch.distributed")
+
+
+if __name__ == "__main__":
+    unittest.main()
