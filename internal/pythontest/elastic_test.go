@@ -18,19 +18,20 @@ import (
 // elasticJob returns a command that runs a program of elastic_ranks.py under hvdrun with flags.
 func elasticJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
+	testnet.NeedTorch(t)
 	return elasticJobOf(t, testnet.Python, "elastic_ranks.py", flags, program...)
 }
 
 // elasticNumpyJob is elasticJob with the programs of elastic_numpy_ranks.py, which do without torch.
 func elasticNumpyJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
+	testnet.NeedTorch(t) // which brings numpy
 	return elasticJobOf(t, testnet.Python, "elastic_numpy_ranks.py", flags, program...)
 }
 
 // elasticJobOf is elasticJob with an interpreter and the file of the programs.
 func elasticJobOf(t *testing.T, interpreter, file string, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
-	testnet.NeedTorch(t) // which brings numpy
 	script := filepath.Join(python(t), "tests", file)
 	return launched(t, append(append(flags, "--blacklist-cooldown-range", "1,1", interpreter, script), program...)...)
 }
