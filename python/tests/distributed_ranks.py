@@ -109,10 +109,16 @@ class Collectives(Ranks):
         x = torch.tensor([self.rank == 0, False, True])
         dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
         self.equal(x, [self.size == 1, False, True])
-        for dtype in (torch.complex64, torch.complex128):
-            x = torch.full((2,), complex(self.rank, 1), dtype=dtype)
+        for dtype in (torch.complex32, torch.complex64, torch.complex128):
+            # torch itself passes real numbers to all_reduce, and complex ones to reduce and reduce_scatter_tensor.
+            x, part = torch.full((self.size,), complex(self.rank, 1)).to(dtype), torch.zeros(1).to(dtype)
+            dist.reduce_scatter_tensor(part, x)
+            dist.reduce(x, 0)
+            dist.broadcast(x, 0)
+            for y in (part, x):
+                self.equal(torch.view_as_real(y), [sum(self.all), self.size])
             dist.all_reduce(x)
-            self.equal(x, torch.full((2,), complex(sum(self.all), self.size), dtype=dtype))
+            self.equal(torch.view_as_real(x), [sum(self.all) * self.size, self.size**2])
         for view in (
             torch.arange(12.0).view(3, 4).t(), torch.arange(24.0).view(2, 3, 4)[:, 1], torch.arange(9.0)[::2],
             torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),

@@ -188,7 +188,7 @@ def moved(t: Tensor) -> Tensor:
         return t
     if t.is_complex():
         # A conjugated or negated view has the original elements in its memory.
-        return torch.view_as_real(_settled(t)) if t.dtype != torch.complex32 else _settled(t).view(torch.int32)
+        return torch.view_as_real(_settled(t))
     size = t.element_size()
     if size in _INTEGERS and not t.dtype.is_floating_point or size == 1:
         return t.view(_INTEGERS[size])
