@@ -787,8 +787,12 @@ class Engine:
         begun: list[Call[A] | None] | None = None,
     ) -> Any:  # fmt: skip
         """Begins an operation and returns it. If wait is true, waits until it is done, and returns what its method wait
-        returns. Then begun, an empty list, gets an entry just before the operation begins. The entry is None, or the
-        operation if a signal handler has ended the wait with an exception. take is the function that returns the result.
+        returns. take is the function that returns the result.
+
+        begun is an empty list, for a caller that waits. If call raises an exception, begun says how far the operation has
+        come. If it is still empty, the operation was not submitted. An entry that is None says that the operation is over:
+        it has failed, or the exception has prevented the copy of its results. Otherwise the entry is the operation, which
+        may still be in flight, because a signal handler has ended the wait with the exception.
 
         x is an array, or a sequence of arrays for a grouped operation. The result is written to target, which may be x
         itself. An operation whose result has a size that not only depends on the shapes (allgather, alltoall, gather,
@@ -825,28 +829,29 @@ class Engine:
                 slot.words[_INPUT] = slot.words[_OUTPUT] = slot.address = address
             slot.arrays = results = (x,)
         if wait:
-            if begun is not None:
-                begun.append(None)
             into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
             call = None
+            if begun is not None:
+                begun.append(None)
             try:
                 status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
                 if status == PENDING:
                     call = Call(slot, slot.words[_HANDLE], results, take, completion)
                     call.settle()
             except BaseException:  # of a signal handler
-                if call is None:
-                    call = Call(slot, slot.words[_HANDLE], results, take, completion)
-                if call.slot is not None:
-                    if name is SYNC_NAME:
-                        self._interrupted.append((_sync_key(op, process_set), call))
-                    if begun is not None:
-                        begun[0] = call
+                call = call or Call(slot, slot.words[_HANDLE], results, take, completion)
+                if begun is not None:
+                    begun[0] = call
+                if name is SYNC_NAME and call.slot is not None:
+                    self._interrupted.append((_sync_key(op, process_set), call))
                 raise
             if call is None:
                 slot.arrays = None
                 if status != SUCCESS:
-                    raise _error(status, completion)
+                    error = _error(status, completion)
+                    if begun is not None and isinstance(error, ValueError):  # the call is wrong, so it was not submitted
+                        begun.clear()
+                    raise error
                 slot.home.append(slot)
                 if take is None and completion is None:
                     return results[0]

@@ -88,9 +88,8 @@ class Collectives(Ranks):
                     self.equal(x, int(want) if not dtype.is_floating_point else want)
         # The ranks' tensors need not have the same shape.
         x = self.ours(*((6,) if self.rank == 0 else (2, 3)))
-        for i in range(2):
-            dist.all_reduce(x)
-            self.equal(x, total * self.size**i)
+        dist.all_reduce(x)
+        self.equal(x, total)
 
     def test_other_reductions(self) -> None:
         for op, dtype in (
@@ -271,7 +270,7 @@ class Collectives(Ranks):
         works, count = [], 300  # more calls than a group has numbers
         if self.rank == 0:
 
-            class Interrupt(BaseException):
+            class Interrupt(ValueError):  # the library raises this kind for calls that are wrong
                 pass
 
             def interrupt(*_: object) -> None:
@@ -295,10 +294,22 @@ class Collectives(Ranks):
             work.wait()
         self.equal(x, float(self.size))
 
+    def test_exception_after_the_operation(self) -> None:
+        """An exception of a signal handler during the copy of the result is raised as it is, and uses up the call."""
+        if not hasattr(dist.AllreduceOptions(), "asyncOp"):
+            self.skipTest("needs options with asyncOp")
+        count = dist.group.WORLD._get_sequence_number_for_group
+        for kind in (KeyError, ValueError):
+            x, number = torch.zeros(4)[::2], count()
+            with mock.patch.object(_tensors.LISTS, "copy", side_effect=[None, kind("tick")]) as copy:
+                with self.assertRaisesRegex(kind, "^'?tick'?$"):
+                    dist.all_reduce(x)
+            self.assertEqual((copy.call_count, count()), (2, number + 1))
+
     def test_few_function_calls(self) -> None:
         # Each call of a function takes time, so a repeated all_reduce of a small tensor makes few of them in this package.
         # Calls of torch are not counted, because their number depends on its version.
-        x = torch.ones(1)
+        x = torch.ones(1, 1)
         folder, calls, outside = os.path.dirname(gohvd.torch.distributed.__file__), [], []
 
         def count(frame: object, event: str, function: object) -> None:
@@ -311,11 +322,14 @@ class Collectives(Ranks):
 
         for _ in range(_CALLS):
             dist.all_reduce(x)
+        gc.collect()
+        gc.disable()  # the finalizers of earlier tests' objects are calls too
         sys.setprofile(count)
         try:
             dist.all_reduce(x)
         finally:
             sys.setprofile(None)
+            gc.enable()
         self.assertLessEqual(len(calls), 7 if hasattr(dist.AllreduceOptions(), "asyncOp") else 22, calls)
         self.assertNotIn("view", outside)
 

@@ -167,11 +167,11 @@ class Calls:
     # Calls.
 
     def _begin(
-        self, what: str, kind: int, source: Any, opts: Any, target: Parts | None = None, reduce_op: int = _engine.Sum,
+        self, what: str, kind: int, source: Any, opts: Any, target: Any = None, reduce_op: int = _engine.Sum,
         root: int = 0, splits: tuple[int, ...] = (),
     ) -> tuple[int, Call]:  # fmt: skip
         """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
-        and target are a tensor or Parts, or None for a barrier.
+        and target are a tensor or Parts, or None for a barrier. A target that is a tensor is the source itself.
         """
         if self._why_invalid:
             self._check_valid(what)
@@ -234,19 +234,17 @@ class Calls:
             _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, take, True, outputs, begun)
             return DONE
         except BaseException as e:
-            if not begun or isinstance(e, ValueError):  # other ranks do not know of the call
+            if not begun:  # other ranks do not know of the call
                 with self._lock:
                     if self._calls == number:
                         self._calls -= 1
-                raise
-            call = begun[0]
-            if call is not None:
-                self._last[slot] = lambda: call
-            if call is not None or not isinstance(e, Exception):
-                raise
-            failed = Call(None, 0, None)
-            failed.error = e
-            return self._work(self._operation(what, number, [failed], result))
+            elif begun[0] is not None:
+                self._last[slot] = lambda: begun[0]
+            elif isinstance(e, RuntimeError):  # of the library, or of the copy of the result
+                failed = Call(None, 0, None)
+                failed.error = e
+                return self._work(self._operation(what, number, [failed], result))
+            raise
 
     def _root(self, opts: Any) -> int:
         """Returns the rank of the root in the job."""
