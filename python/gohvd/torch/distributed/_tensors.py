@@ -1,8 +1,8 @@
 """Tensors and sequences of tensors as one array of the engine, and the element types and reductions of torch.
 
-For torch, the tensors of the ranks must have the same number of elements, and not the same shape. So a tensor is an array
-with one dimension. Other operations of torch work on lists of tensors, and gohvd's on one array. ``Parts`` stands for the
-elements of all tensors of a list, one after the other.
+For torch, the tensors of the ranks must have the same number of elements, but need not have the same shape. So a tensor is
+an array with one dimension. Other operations of torch work on lists of tensors, and gohvd's on one array. ``Parts`` stands
+for the elements of all tensors of a list, one after the other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class _Lists(_Torch):
     def empty(self, shape: Shape, like: Any, in_memory: bool = False) -> Tensor:
         if isinstance(like, Parts):
             return super().empty(shape, like.tensors[0], in_memory)
-        return super().empty(like.shape, like, in_memory)  # for a copy of like
+        # An operation whose results have another shape than its input works on Parts, so this shape stands for like's.
+        return super().empty(like.shape, like, in_memory)
 
 
 def _pieces(staged: Tensor, parts: Parts) -> Sequence[Tensor]:

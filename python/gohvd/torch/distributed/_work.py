@@ -365,6 +365,8 @@ class Work(dist.Work):
 
 
 class _Done(Work):
+    """The work of operations that are done, for which a wait calls no other function."""
+
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
 
