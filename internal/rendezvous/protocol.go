@@ -21,7 +21,7 @@ import (
 // ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 8
+	rootVersion = 9
 
 	tokenBytes = 16
 
