@@ -111,9 +111,9 @@ type Config struct {
 	CacheCapacity int
 	// Lockstep selects negotiation in lock-step, in which all ranks enter every cycle.
 	Lockstep bool
-	// LeadersAbove is the number of ranks above which leaders pass on the control frames of their hosts, and
-	// the number of other hosts than rank 0's above which these leaders have leaders. A higher value saves a
-	// step, but rank 0 has more connections.
+	// LeadersAbove is the number of ranks above which leaders pass on the control frames of their hosts. If
+	// there are more hosts than this, and more than 64, besides that of rank 0, these leaders have leaders. A
+	// higher value saves a step, but rank 0 has more connections.
 	LeadersAbove int
 	// DisableGroupFusion forbids fusing the tensors of a group with other tensors.
 	DisableGroupFusion bool

@@ -302,8 +302,8 @@ var settings = []Setting{
 		Default: "64",
 		Doc: "number of ranks above which one rank of each host, its leader, passes on the control frames of " +
 			"the other ranks of its host. Up to this number, each rank has a control connection to rank 0. If there " +
-			"are more hosts than this, besides that of rank 0, one leader of each group of leaders passes on the " +
-			"control frames of the others",
+			"are more hosts than this, and more than 64, besides that of rank 0, one leader of each group of " +
+			"leaders passes on the control frames of the others",
 		Raise: "A higher value saves a step of small operations, but rank 0 has more connections and more work.",
 		kind:  whole(func(c *Config) *int { return &c.LeadersAbove }, 1),
 	},

@@ -22,7 +22,7 @@ type configuration struct {
 	segmentBytes       int
 	deterministic      bool
 	disableGroupFusion bool
-	leaders            bool // whether ranks negotiate through leaders; without effect in lock-step
+	leaders            int  // number of levels of leaders; without effect in lock-step
 	tuned              bool // whether rank 0 changes settings every few grants
 }
 
@@ -38,8 +38,8 @@ func (c configuration) apply(cfg *engine.Config) {
 	cfg.CacheCapacity, cfg.FusionThresholdBytes, cfg.DisableGroupFusion = c.cacheCapacity, c.fusionThreshold,
 		c.disableGroupFusion
 	cfg.Deterministic = c.deterministic
-	if c.leaders {
-		cfg.LeadersAbove = 1
+	if c.leaders > 0 {
+		cfg.LeadersAbove, cfg.LevelsAbove = 1, []int{0, 0, 1}[c.leaders]
 		for r := range cfg.Size { // rank 0 is alone on its host
 			cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", (r+2)/3))
 		}
@@ -54,9 +54,9 @@ func (c configuration) apply(cfg *engine.Config) {
 // is pairs, it is smaller, but it contains each pair of values of any two settings.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
-	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2, 2, 2}) {
+	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2, 3, 2}) {
 		all = append(all, configuration{links[row[0]], capacities[row[1]], thresholds[row[2]],
-			segments[row[3]], row[4] == 1, row[5] == 1, row[6] == 1, row[7] == 1})
+			segments[row[3]], row[4] == 1, row[5] == 1, row[6], row[7] == 1})
 	}
 	return all
 }

@@ -18,21 +18,24 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0, and the
-// greatest number of other hosts whose leaders all have one.
-const leadersAbove = 64
+const (
+	// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0.
+	leadersAbove = 64
+	// levelsAbove is the greatest number of other hosts whose leaders all have a control connection to rank 0.
+	levelsAbove = 64
+)
 
 // Leaders returns the leaders of a job of more than above ranks (0 selects 64). hosts has the host of each
 // rank. The leader of a host is its lowest rank. The ranks of rank 0's host have no leader. If there are more
-// than above other hosts, their leaders have leaders. The result is the same at all ranks. It
-// is nil if every rank has a connection to rank 0.
-func Leaders(hosts []string, size, above int) topo.Leaders {
+// than levels other hosts (0 selects 64, or above if that is greater), their leaders have leaders. The result
+// is the same at all ranks. It is nil if every rank has a connection to rank 0.
+func Leaders(hosts []string, size, above, levels int) topo.Leaders {
 	above = cmp.Or(above, leadersAbove)
 	if size <= above || len(hosts) != size {
 		return nil
 	}
 	leaders, behind := topo.HostLeaders(hosts)
-	if len(behind) > above {
+	if len(behind) > cmp.Or(levels, max(above, levelsAbove)) {
 		leaders.Group(behind)
 	}
 	for r, leader := range leaders {

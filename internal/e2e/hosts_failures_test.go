@@ -58,9 +58,9 @@ func stopOnHosts(t *testing.T, rng *rand.Rand) time.Duration {
 	return signalOnHosts(t, rng, syscall.SIGSTOP, "silent for 3s", 3*time.Second+survivorsDeadline)
 }
 
-// drawLeaders returns, at random, a setting with which a job has leaders, or one with which it has none.
-func drawLeaders(rng *rand.Rand) string {
-	return []string{withLeaders, "HVD_LEADERS_ABOVE=64"}[rng.IntN(2)]
+// drawLeaders returns, at random, variables with which a job has no leaders, or one or two levels of them.
+func drawLeaders(rng *rand.Rand) []string {
+	return [][]string{nil, {withLeaders}, {withLeaders, levelsVariable + "=1"}}[rng.IntN(3)]
 }
 
 func signalOnHosts(t *testing.T, rng *rand.Rand, signal syscall.Signal, text string,
@@ -69,7 +69,7 @@ func signalOnHosts(t *testing.T, rng *rand.Rand, signal syscall.Signal, text str
 	victim, after := rng.IntN(l.size()), time.Duration(rng.IntN(50))*time.Millisecond
 	leaders := drawLeaders(rng)
 	t.Logf("rank %d of %v, %s, after %v, %s", victim, l, program, after, leaders)
-	s := startOn(t, testnet.NewHosts(t, len(l)), l, program, "HVD_LIVENESS_SECONDS=3", leaders)
+	s := startOn(t, testnet.NewHosts(t, len(l)), l, program, append([]string{"HVD_LIVENESS_SECONDS=3"}, leaders...)...)
 	pids := s.ready(l.size())
 	<-time.After(after) // waits until a random point of an operation
 	if err := syscall.Kill(pids[victim], signal); err != nil {

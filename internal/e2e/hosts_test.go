@@ -348,11 +348,15 @@ type linkDown struct {
 	lost        int  // the index of the host that loses its link
 	atHost      bool // if set, the host's own interface is set down, which also removes its routes
 	negotiation string
-	leaders     string // a setting, or empty
+	leaders     []string // variables
 }
 
 // withLeaders is a setting with which leaders pass on the control frames of their hosts even in small jobs.
 const withLeaders = "HVD_LEADERS_ABOVE=1"
+
+// levelsVariable names a variable. If it is set, leaders have leaders too in a job with leaders on more than
+// two hosts. No setting has this effect.
+const levelsVariable = "GOHVD_E2E_LEVELS"
 
 // A host loses its link in the middle of an operation. On both sides every rank ends with an error that names
 // ranks of the other side and no rank of its own side. If rank 0 is not on the lost host, the ranks on rank
@@ -360,14 +364,14 @@ const withLeaders = "HVD_LEADERS_ABOVE=1"
 // jobs run on the hosts.
 func TestLinkDown(t *testing.T) {
 	for _, c := range []linkDown{
-		{"mixed", evenly(2, 2), 1, false, "event", ""},
-		{"mixed", evenly(2, 2), 1, false, "event", withLeaders},
-		{"mixed", evenly(2, 2), 0, false, "lockstep", ""},
-		{"large", evenly(2, 2), 0, true, "event", ""},
-		{"small", evenly(3, 1), 1, true, "event", ""},
-		{"small", evenly(3, 1), 2, false, "lockstep", ""},
-		{"waiting", evenly(3, 1), 0, false, "event", ""},
-		{"joined", evenly(3, 1), 2, false, "event", ""},
+		{"mixed", evenly(2, 2), 1, false, "event", nil},
+		{"mixed", evenly(2, 2), 1, false, "event", []string{withLeaders}},
+		{"mixed", evenly(2, 2), 0, false, "lockstep", nil},
+		{"large", evenly(2, 2), 0, true, "event", nil},
+		{"small", evenly(3, 1), 1, true, "event", nil},
+		{"small", evenly(3, 1), 2, false, "lockstep", nil},
+		{"waiting", evenly(3, 1), 0, false, "event", nil},
+		{"joined", evenly(3, 1), 2, false, "event", nil},
 	} {
 		t.Run(c.String(), func(t *testing.T) {
 			t.Parallel()
@@ -387,8 +391,8 @@ func (c *linkDown) run(t *testing.T) (longest time.Duration) {
 		deadline = 30 * time.Second // to detect a hang; the verdict comes soon after liveness
 	)
 	hosts := testnet.NewHosts(t, len(c.layout))
-	s := startOn(t, hosts, c.layout, c.program, "HVD_NEGOTIATION="+c.negotiation, c.leaders,
-		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
+	s := startOn(t, hosts, c.layout, c.program, append([]string{"HVD_NEGOTIATION=" + c.negotiation,
+		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds())}, c.leaders...)...)
 	size := c.layout.size()
 	s.ready(size)
 	setLink := func(up bool) {
@@ -433,7 +437,7 @@ func (c *linkDown) run(t *testing.T) (longest time.Duration) {
 		}
 		// Rank 0 notices the loss of each rank. The other ranks notice only the loss of rank 0.
 		want := 1
-		if !isLost(0) && !isLost(l.rank) && (c.leaders != withLeaders || c.negotiation == "lockstep") {
+		if !isLost(0) && !isLost(l.rank) && (len(c.leaders) == 0 || c.negotiation == "lockstep") {
 			want = c.layout[c.lost]
 		}
 		if len(named) < want {

@@ -76,14 +76,17 @@ func kill(t *testing.T, program string, victim int, after time.Duration, env ...
 }
 
 // In a job on three simulated hosts, in which leaders pass on the control frames of their hosts, a rank is
-// killed, or is stopped forever: rank 0, a rank on its host, a leader, or a rank behind a leader. Every other
-// rank gets an error that names the victim.
+// killed, or is stopped forever: rank 0, a rank on its host, a leader, or a rank behind a leader. With two
+// levels of leaders, the leader behind a leader and the rank behind both are killed too. Every other rank gets
+// an error that names the victim.
 func TestFailuresWithLeaders(t *testing.T) {
 	const (
 		// With a limit of 3 s, a busy machine can make another rank silent for too long.
 		liveness = 8 * time.Second
 
-		size  = 7 // ranks 0 to 2 are on the first host; rank 3 leads ranks 4 and 5, and rank 5 rank 6
+		// Ranks 0 to 2 are on the first host. Rank 3 leads rank 4, and rank 5 rank 6. With two levels, rank 3
+		// also leads rank 5.
+		size  = 7
 		setup = `h=h$((HOROVOD_RANK * 3 / 7)); unset HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE ` +
 			`HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE; HOROVOD_HOSTNAME=$h HVD_HOSTID=$h exec "$0"`
 	)
@@ -95,24 +98,32 @@ func TestFailuresWithLeaders(t *testing.T) {
 		signal  syscall.Signal
 		program string
 		victim  int
+		levels  int
 	}
 	random := draws(t)
 	var faults []fault
 	for _, signal := range []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP} {
 		for _, program := range []string{"small", "waiting", "mixed", "groups", "joined", "messages"} {
 			for _, victim := range []int{0, 1, 3, 4} {
-				faults = append(faults, fault{signal, program, victim})
+				faults = append(faults, fault{signal, program, victim, 1 + random.IntN(2)})
+			}
+			if signal == syscall.SIGKILL {
+				faults = append(faults, fault{signal, program, 5, 2}, fault{signal, program, 6, 2})
 			}
 		}
 	}
 	for _, f := range sample(random, faults, 5) {
-		t.Run(fmt.Sprintf("%v/%s/%d", f.signal, f.program, f.victim), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%v/%s/%d/%d", f.signal, f.program, f.victim, f.levels), func(t *testing.T) {
 			t.Parallel()
+			levels, leaderOf5 := "", 5
+			if f.levels == 2 {
+				levels, leaderOf5 = "1", 3
+			}
 			j := startCommand(t, []string{hvdrunPath, "-np", strconv.Itoa(size), "sh", "-c", setup, self},
-				programVariable+"="+f.program, "HVD_LEADERS_ABOVE=1", "HOROVOD_LOG_LEVEL=debug",
-				fmt.Sprint("HVD_LIVENESS_SECONDS=", liveness.Seconds()))
+				programVariable+"="+f.program, withLeaders, levelsVariable+"="+levels,
+				"HOROVOD_LOG_LEVEL=debug", fmt.Sprint("HVD_LIVENESS_SECONDS=", liveness.Seconds()))
 			pids := j.ready(size)
-			for rank, leader := range []int{0, 1, 2, 3, 3, 3, 5} {
+			for rank, leader := range []int{0, 1, 2, 3, 3, leaderOf5, 5} {
 				if !regexp.MustCompile(fmt.Sprintf(`leaders pass on control frames.*"rank": ?%d,.*"leader": ?%d\b`,
 					rank, leader)).MatchString(j.err()) {
 					t.Errorf("rank %d does not say that its leader is rank %d", rank, leader)

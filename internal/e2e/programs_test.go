@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/rank"
 )
 
 // staysVariable is the variable that makes a rank stay alive after it has printed its error. Otherwise hvdrun
@@ -20,6 +21,9 @@ const staysVariable = "E2E_STAYS"
 // program runs the program with the given name as a rank, and returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
+	if os.Getenv(levelsVariable) != "" {
+		ctx = rank.WithLevelsAbove(ctx, 1)
+	}
 	switch name {
 	case "again":
 		return again(ctx)

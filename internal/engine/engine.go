@@ -47,10 +47,12 @@ type Config struct {
 	Rank topo.Rank
 	Size int
 	// Hosts has the host of each rank. If the job has more than LeadersAbove ranks, the lowest rank of each
-	// host passes on the control frames of the host's ranks. LeadersAbove 0 selects 64. If Hosts is empty,
-	// every rank has a control connection to rank 0.
-	Hosts        []string
-	LeadersAbove int
+	// host, its leader, passes on the control frames of the host's ranks, except on the host of rank 0. If
+	// there are more than LevelsAbove other hosts, some of the leaders pass on the frames of others.
+	// LeadersAbove 0 selects 64, and LevelsAbove 0 the greater one of 64 and LeadersAbove; only tests set
+	// LevelsAbove. If Hosts is empty, every rank has a control connection to rank 0.
+	Hosts                     []string
+	LeadersAbove, LevelsAbove int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
 	// Memory is the memory that this rank shares with other ranks, for messages. It is nil if no ranks share
@@ -340,7 +342,7 @@ func (c *Config) leaders() topo.Leaders {
 	if c.Lockstep {
 		return nil
 	}
-	return control.Leaders(c.Hosts, c.Size, c.LeadersAbove)
+	return control.Leaders(c.Hosts, c.Size, c.LeadersAbove, c.LevelsAbove)
 }
 
 // sharesBelow reports whether this rank is the lowest of several ranks that share memory.

@@ -20,24 +20,38 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// hosts are the hosts of a job of eight ranks. Rank 2 leads ranks 3 and 6 of its host and the leader of
-// another host, rank 4, which leads rank 5. Ranks 1 and 7 have no leader.
+// hosts are the hosts of a job of eight ranks. Rank 2 leads ranks 3 and 6, rank 4 leads rank 5, and ranks 1
+// and 7 have no leader. With two levels of leaders, rank 2 also leads rank 4.
 var hosts = []string{"a", "a", "b", "b", "c", "c", "b", "d"}
 
-var leaders = []int{0, 1, 2, 2, 2, 4, 2, 7}
+// leading has the leader of each rank of the job on these hosts.
+type leading []int
+
+var oneLevel, twoLevels = leading{0, 1, 2, 2, 4, 4, 2, 7}, leading{0, 1, 2, 2, 2, 4, 2, 7}
 
 // onHosts makes the ranks of a job negotiate through leaders.
-func onHosts(cfg *engine.Config) { cfg.Hosts, cfg.LeadersAbove = hosts, 1 }
+func (l leading) onHosts(cfg *engine.Config) {
+	cfg.Hosts, cfg.LeadersAbove = hosts, 1
+	if l[4] == 2 {
+		cfg.LevelsAbove = 1
+	}
+}
+
+// onLevels runs a test with one level of leaders and with two.
+func onLevels(t *testing.T, test func(t *testing.T, leaders leading)) {
+	t.Run("one level", func(t *testing.T) { test(t, oneLevel) })
+	t.Run("two levels", func(t *testing.T) { test(t, twoLevels) })
+}
 
 // inGroups makes the ranks of each host share memory, without leaders.
 func inGroups(cfg *engine.Config) { cfg.Groups = []topo.Rank{0, 0, 2, 2, 4, 4, 2, 7} }
 
 // upstream returns the rank to which rank r has its control connection.
-func upstream(r int) int {
-	if leaders[r] == r {
+func (l leading) upstream(r int) int {
+	if l[r] == r {
 		return 0
 	}
-	return leaders[r]
+	return l[r]
 }
 
 // tappedMesh is a mesh whose control connections are passed to tap when they are made.
@@ -56,12 +70,14 @@ func (m *tappedMesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Ra
 
 // A rank is connected to its leader and to the ranks that it leads, and rank 0 to ranks without a leader. The
 // sums are those of a job in which all ranks are connected to rank 0.
-func TestLeaders(t *testing.T) {
+func TestLeaders(t *testing.T) { onLevels(t, testLeaders) }
+
+func testLeaders(t *testing.T, leaders leading) {
 	n := len(hosts)
 	var mu sync.Mutex
 	var pairs [][2]int
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
-		onHosts(cfg)
+		leaders.onHosts(cfg)
 		rank := int(cfg.Rank)
 		cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
 			mu.Lock()
@@ -74,7 +90,7 @@ func TestLeaders(t *testing.T) {
 	})
 	var want [][2]int
 	for r := 1; r < n; r++ {
-		want = append(want, [2]int{r, upstream(r)})
+		want = append(want, [2]int{r, leaders.upstream(r)})
 	}
 	slices.SortFunc(pairs, func(a, b [2]int) int { return a[0] - b[0] })
 	if !slices.Equal(pairs, want) {
@@ -98,18 +114,19 @@ func TestLeaders(t *testing.T) {
 // If a rank of a job with leaders dies, every other rank gets a verdict that names only that rank.
 func TestDeathWithLeaders(t *testing.T) {
 	n := len(hosts)
-	for _, spin := range []bool{false, true} {
+	for levels, leaders := range []leading{oneLevel, twoLevels} {
 		for _, executing := range executingOrNot() {
 			for victim := range n {
+				spin := victim%2 == levels
 				c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
-					onHosts(cfg)
+					leaders.onHosts(cfg)
 					if !spin {
 						cfg.Spin = -1
 					}
 				})
 				dies(t, c, victim, executing)
 				if t.Failed() {
-					t.Fatalf("victim %d, executing %v, spin %v", victim, executing, spin)
+					t.Fatalf("victim %d, executing %v, spin %v, leaders %v", victim, executing, spin, leaders)
 				}
 			}
 		}
@@ -120,8 +137,12 @@ func TestDeathWithLeaders(t *testing.T) {
 // memory stays for the others. If the deadline of its Shutdown passes, the verdict names these ranks. If it
 // dies, the verdict names it. If rank 0 dies, the verdict names rank 0, at the ranks behind the leader too.
 func TestKeeperAfterItsBye(t *testing.T) {
-	for name, config := range map[string]func(*engine.Config){"leader": onHosts, "group": inGroups} {
-		behind := map[string][]int{"leader": {3, 4, 5, 6}, "group": {3, 6}}[name]
+	for name, config := range map[string]func(*engine.Config){"leader": oneLevel.onHosts,
+		"leader of a leader": twoLevels.onHosts, "group": inGroups} {
+		behind := []int{3, 6}
+		if name == "leader of a leader" {
+			behind = []int{3, 4, 5, 6}
+		}
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := start(t, len(hosts), config)
@@ -136,7 +157,9 @@ func TestKeeperAfterItsBye(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { c := leaves(t, 2, config); c.die(2); c.endWith(2, 2) })
 		})
 	}
-	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2, onHosts); c.die(0); c.endWith(0, 0) })
+	for _, l := range []leading{oneLevel, twoLevels} {
+		synctest.Test(t, func(t *testing.T) { c := leaves(t, 2, l.onHosts); c.die(0); c.endWith(0, 0) })
+	}
 }
 
 // leaves starts a job in which the given rank has sent bye and waits until it is closed.
@@ -190,16 +213,18 @@ func (c *cutConn) TryRead(p []byte) (int, error) {
 // If the control connection of a rank is cut, the verdict of rank 0 names the rank at the other end from rank
 // 0, also if a leader has found the end of the connection. The ranks that are cut off name the rank at the
 // other end of their connection, as they do without leaders.
-func TestCutConnectionsWithLeaders(t *testing.T) {
+func TestCutConnectionsWithLeaders(t *testing.T) { onLevels(t, cutConnections) }
+
+func cutConnections(t *testing.T, leaders leading) {
 	n := len(hosts)
 	for cutOff := 1; cutOff < n; cutOff++ {
 		var cut atomic.Bool
 		c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
-			onHosts(cfg)
+			leaders.onHosts(cfg)
 			rank := int(cfg.Rank)
 			cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
 				if pair := []int{rank, int(peer)}; slices.Contains(pair, cutOff) &&
-					slices.Contains(pair, upstream(cutOff)) {
+					slices.Contains(pair, leaders.upstream(cutOff)) {
 					return &cutConn{conn, &cut, peer}
 				}
 				return conn
@@ -221,7 +246,7 @@ func TestCutConnectionsWithLeaders(t *testing.T) {
 			}
 			want := cutOff
 			if r == cutOff || leaders[r] == cutOff || leaders[leaders[r]] == cutOff {
-				want = upstream(cutOff)
+				want = leaders.upstream(cutOff)
 			}
 			var peer *engine.PeerError
 			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{want}) {
@@ -258,7 +283,7 @@ func TestGarbageToALeader(t *testing.T) {
 	n := len(hosts)
 	var bad atomic.Bool
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
-		onHosts(cfg)
+		oneLevel.onHosts(cfg)
 		if cfg.Rank == culprit {
 			cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, _ topo.Rank) transport.Conn {
 				return &badConn{conn, &bad}
@@ -285,7 +310,7 @@ func TestClocksBehindLeaders(t *testing.T) {
 	n := len(hosts)
 	logs := make([]log, n)
 	c := start(t, n, func(cfg *engine.Config) {
-		onHosts(cfg)
+		twoLevels.onHosts(cfg)
 		cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 	})
 	c.measureClocks(logs)

@@ -107,6 +107,15 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	return nil
 }
 
+// levelsAbove is the key of the value of WithLevelsAbove.
+type levelsAbove struct{}
+
+// WithLevelsAbove returns a context with which Start sets engine.Config.LevelsAbove to hosts, for tests that
+// run the ranks of a small job as processes. No setting has this effect.
+func WithLevelsAbove(ctx context.Context, hosts int) context.Context {
+	return context.WithValue(ctx, levelsAbove{}, hosts)
+}
+
 // withStartTimeout returns a context that ends when the time limit of Init has passed. Its cause says so, for
 // the errors of the steps of Init that report it.
 func withStartTimeout(ctx context.Context, limit time.Duration) (context.Context, context.CancelFunc) {
@@ -156,6 +165,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		}
 		return err
 	}
+	ecfg.LevelsAbove, _ = ctx.Value(levelsAbove{}).(int)
 	if r.Engine, err = engine.Start(ctx, ecfg); err != nil {
 		if r.session != nil {
 			err = r.failed(r.session.Fail(err))
