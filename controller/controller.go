@@ -46,10 +46,21 @@ const (
 	// leaderGrace is added to silenceGrace if there are leaders (suspicion.due). For each further level of
 	// leaders it is 2*holdPeriod longer.
 	leaderGrace = heartbeatPeriod + 2*holdPeriod
-	// LongestVerdict is the longest time from a suspicion to the verdict: there are two levels of leaders,
-	// and a clearer suspicion replaces the first one at the last moment.
-	LongestVerdict = 2 * (suspectGrace + silenceGrace + leaderGrace + 2*holdPeriod)
 )
+
+// LongestVerdict returns the longest time from a suspicion to the verdict, in which a clearer suspicion
+// replaces the first one at the last moment. Jobs with no level of leaders count as jobs with one.
+func LongestVerdict(levels int) time.Duration { return 2 * verdictGrace(max(1, levels)) }
+
+// verdictGrace returns the longest time that the coordinator waits before it believes a suspicion, in a job
+// with so many levels of leaders.
+func verdictGrace(levels int) time.Duration {
+	grace := suspectGrace + silenceGrace
+	if levels > 0 {
+		grace += leaderGrace + time.Duration(levels-1)*2*holdPeriod
+	}
+	return grace
+}
 
 // gap returns the time since the last turn if the process did not run in this time, because it was stopped or
 // its host slept. Otherwise gap returns 0: turns of a running process are at most a heartbeat period apart. A

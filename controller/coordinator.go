@@ -492,14 +492,10 @@ func (s *suspicion) due(t *roster) time.Duration {
 	if s == nil {
 		return Never
 	}
-	due := s.since + suspectGrace
 	if len(s.suspects) == 1 && len(t.gone(s.suspects)) > 0 {
-		return due
+		return s.since + suspectGrace
 	}
-	if t.levels > 0 {
-		due += leaderGrace + time.Duration(t.levels-1)*2*holdPeriod
-	}
-	return due + silenceGrace
+	return s.since + verdictGrace(t.levels)
 }
 
 // verdict returns the ranks that have failed, and the reason. It is called only if no control connection has

@@ -583,20 +583,28 @@ func TestLeaderOfOthers(t *testing.T) {
 // A suspicion of one rank replaces one of several ranks just before the verdict. The verdict comes within
 // LongestVerdict.
 func TestLongestVerdict(t *testing.T) {
-	cfg := leaderConfig()
-	cfg.Leaders[4] = 3
-	c, w := newLeaderCluster(t, cfg)
-	c.nodes[0].m.Suspect([]topo.Rank{1, 3}, "no such peer")
-	c.settle()
-	c.pass(controller.LongestVerdict/2 - 50*time.Millisecond)
-	c.nodes[4].m.Suspect([]topo.Rank{3}, "connection reset")
-	c.settle()
-	if len(w.verdicts) > 0 {
-		t.Errorf("after %v: got verdicts %q, want none", c.now, w.verdicts)
-	}
-	c.pass(controller.LongestVerdict - c.now)
-	if len(w.verdicts) != 5 || !strings.Contains(w.verdicts[0], "ranks 3 and 4 failed") {
-		t.Errorf("after %v: got verdicts %q, want one that names ranks 3 and 4 at each rank", c.now, w.verdicts)
+	for levels, longest := range map[int]time.Duration{1: 7200 * time.Millisecond, 2: 8 * time.Second} {
+		cfg := leaderConfig()
+		if levels == 2 {
+			cfg.Leaders[4] = 3
+		}
+		if got := controller.LongestVerdict(cfg.Leaders.Levels()); got != longest {
+			t.Errorf("%d levels: got %v, want %v", levels, got, longest)
+		}
+		c, w := newLeaderCluster(t, cfg)
+		c.nodes[0].m.Suspect([]topo.Rank{1, 3}, "no such peer")
+		c.settle()
+		c.pass(longest/2 - 50*time.Millisecond)
+		c.nodes[4].m.Suspect([]topo.Rank{3}, "connection reset")
+		c.settle()
+		if len(w.verdicts) > 0 {
+			t.Errorf("after %v: got verdicts %q, want none", c.now, w.verdicts)
+		}
+		c.pass(longest - c.now)
+		if len(w.verdicts) != 5 || !strings.Contains(w.verdicts[0], "ranks 3 and 4 failed") {
+			t.Errorf("after %v: got verdicts %q, want one that names ranks 3 and 4 at each rank", c.now,
+				w.verdicts)
+		}
 	}
 }
 

@@ -189,7 +189,7 @@ func Init(ctx context.Context, opts ...InitOption) error {
 // If the deadline of ctx passes before this rank can leave, the job fails with a *PeerError that names the
 // ranks for which Shutdown has waited, and Shutdown returns this error too. If ctx is canceled before, or has
 // ended before the call, the other ranks get a *PeerError that names this rank. If another rank is silent,
-// the error names that rank. The verdict is usually there at once, and Shutdown waits for it for at most 8 s.
+// the error names that rank. The verdict is usually there at once, and Shutdown waits for it for at most 9 s.
 // If there is none by then, this rank ends, and the other ranks get a *PeerError that names it.
 //
 // There is no verdict if this rank, other than rank 0, has finished all its operations and only waits until

@@ -409,9 +409,9 @@ type leaving struct {
 }
 
 const (
-	// expireTimeout is how long Shutdown waits for the end of the epoch after its context has ended. It is
-	// longer than the coordinator may need for its verdict, if there is a suspicion.
-	expireTimeout = controller.LongestVerdict + 800*time.Millisecond
+	// expireGrace is how much longer Shutdown waits for the end of the epoch, after its context has ended, than
+	// the coordinator may need for its verdict, if there is a suspicion.
+	expireGrace = 800 * time.Millisecond
 	// failTimeout is how long the Shutdown of a failed rank waits for the verdict.
 	failTimeout = time.Second
 )
@@ -446,7 +446,7 @@ func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 		}
 		e.depart(expired)
 		e.endFlush()
-		e.awaitEnd(context.Background(), expireTimeout)
+		e.awaitEnd(context.Background(), controller.LongestVerdict(e.cfg.leaders().Levels())+expireGrace)
 		err := ctx.Err()
 		if p, ok := errors.AsType[*PeerError](e.failure); ok {
 			err = fmt.Errorf("%w: %w", err, p)
