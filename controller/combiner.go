@@ -184,7 +184,7 @@ func (c *Combiner) apply(frame []byte) {
 			c.passBeat(i) // it must not overtake a heartbeat that names a grant
 		}
 		c.pass(frame)
-	case c.ordered() || c.late():
+	case c.ordered():
 		for _, i := range c.from {
 			c.release(i)
 		}
@@ -222,15 +222,6 @@ func (c *Combiner) ordered() bool {
 		ordered = ordered || joins || u.Invalid.Any()
 	}
 	return ordered
-}
-
-// late reports whether the news that have arrived have votes of several ranks that may be for erased entries.
-// Such votes keep the cycle that the frame says, although some of the ranks have applied later ones.
-func (c *Combiner) late() bool {
-	return len(c.from) > 1 && slices.ContainsFunc(c.in.Sets, func(u message.UpSet) bool {
-		s := c.set(u.Set)
-		return s != nil && u.Hits.Any() && c.in.Seen < s.erased
-	})
 }
 
 // members returns a process set, and stores in asks the indexes in local of the ranks that have sent the
