@@ -28,7 +28,7 @@ type Combiner struct {
 	parts []part          // the parts of the next frame to rank 0, in order
 	next  part            // the ranks and times of votes or requests that are to be added to parts
 	in    message.Up      // the frame that is being applied
-	from  []int           // the ranks that have sent it, as indexes in ranks, in ascending order
+	from  []int           // the ranks that have sent it, as indexes in ranks, in any order
 	at    []time.Duration // the times at which it has arrived, by element of from
 	asks  []int           // the members of a process set that have sent it, as indexes in heldSet.local
 	rest  message.Up      // the content of that frame without the votes that are held
