@@ -717,7 +717,7 @@ func (c *Coordinator) sendCycle(s *setState) {
 		}
 	}
 	for _, r := range c.ranks.direct {
-		if s.index(r) >= 0 {
+		if s.index(r) >= 0 && c.ranks.all[r].stop == 0 {
 			c.ranks.all[r].lastSent = c.now
 		}
 	}
