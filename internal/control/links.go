@@ -208,8 +208,8 @@ func (l *Links) Downs(to []topo.Rank, frame []byte, failed []Event) []Event {
 	return failed
 }
 
-// sendOver sends a frame to the ranks in k.to. On error, it also returns the rank that is at
-// fault.
+// sendOver sends a frame to the ranks in k.to. On error, it also returns the rank that is at fault: the peer,
+// or this rank if the frame is too large.
 func (l *Links) sendOver(k *link, frame []byte) (failed topo.Rank, err error) {
 	if k.leads {
 		l.addressed = message.AppendAddressed(l.addressed[:0], k.to, frame)
@@ -218,7 +218,7 @@ func (l *Links) sendOver(k *link, frame []byte) (failed topo.Rank, err error) {
 	k.to = k.to[:0]
 	switch err = l.send(k, frame); {
 	case errors.Is(err, ErrTooLarge):
-		return 0, err
+		return l.cfg.Rank, err
 	case errors.Is(err, ErrBacklog):
 		return k.peer, err
 	}

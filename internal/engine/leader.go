@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -58,6 +59,10 @@ func (l *leader) extend(frame []byte) {
 func (l *leader) sendToMembers(to []topo.Rank, frame []byte) {
 	l.faults = l.links.Downs(to, frame, l.faults[:0])
 	for _, f := range l.faults {
+		if errors.Is(f.Err, control.ErrTooLarge) {
+			l.failed(f.Err) // this rank has made the frame
+			continue
+		}
 		l.combiner.Fault(f.From, f.Err.Error())
 		l.sched.Notify()
 	}
