@@ -557,25 +557,32 @@ func TestTimeoutBehindALeader(t *testing.T) {
 	}
 }
 
-// A leader that passes on a frame of a rank that it does not lead has failed.
+// A leader that passes on a frame of a rank that it does not lead has failed. So has a leader that reports the
+// end of a connection that it does not have, and a leader that passes by its own leader.
 func TestLeaderOfOthers(t *testing.T) {
-	for _, up := range []*message.Up{
-		{Type: message.UpHeartbeat},
-		{Type: message.UpLost, Suspect: 1},
-		{Type: message.UpLost, Suspect: 2},
-		{Type: message.UpLost, Suspect: 9},
-		{Type: message.UpFault, Suspect: 1},
+	one, two := topo.Leaders{0, 1, 2, 2, 2}, topo.Leaders{0, 1, 2, 2, 3}
+	for _, x := range []struct {
+		leaders topo.Leaders
+		leader  topo.Rank
+		of      topo.Rank
+		up      *message.Up
+	}{
+		{one, 2, 1, &message.Up{Type: message.UpHeartbeat}},
+		{one, 2, 2, &message.Up{Type: message.UpLost, Suspect: 1}},
+		{one, 2, 2, &message.Up{Type: message.UpLost, Suspect: 2}},
+		{one, 2, 2, &message.Up{Type: message.UpLost, Suspect: 9}},
+		{one, 2, 2, &message.Up{Type: message.UpFault, Suspect: 1}},
+		{two, 2, 2, &message.Up{Type: message.UpLost, Suspect: 4}},
+		{two, 3, 4, &message.Up{Type: message.UpHeartbeat}},
 	} {
-		c := controller.NewCoordinator(leaderConfig(), 0)
-		if up.Type == message.UpHeartbeat {
-			c.Relay(2, []topo.Rank{1}, []uint32{0}, up)
-		} else {
-			c.Step(2, up)
-		}
+		cfg := leaderConfig()
+		cfg.Leaders = x.leaders
+		c := controller.NewCoordinator(cfg, 0)
+		c.Relay(x.leader, []topo.Rank{x.of}, []uint32{0}, x.up)
 		outs := c.Ready()
-		if len(outs) == 0 || !slices.Equal(outs[0].Down.Ranks, []topo.Rank{2}) ||
+		if len(outs) == 0 || !slices.Equal(outs[0].Down.Ranks, []topo.Rank{x.leader}) ||
 			!strings.Contains(outs[0].Down.Reason, "which it does not lead") {
-			t.Errorf("%v: got %+v, want a verdict that names rank 2", up, outs)
+			t.Errorf("%v of rank %d: got %+v, want a verdict that names rank %d", x.up, x.of, outs, x.leader)
 		}
 	}
 }

@@ -262,45 +262,59 @@ func cutConnections(t *testing.T, leaders leading) {
 	}
 }
 
-// badConn is a control connection that sends frames with wrong numbers when the value is set.
+// badConn is a control connection that changes bits of a byte of each frame when the value is set.
 type badConn struct {
 	transport.Conn
-	bad *atomic.Bool
+	bad  *atomic.Bool
+	at   int
+	bits byte
 }
 
 func (c *badConn) Send(p []byte) error {
 	if c.bad.Load() {
 		p = slices.Clone(p)
-		p[4] ^= 1
+		p[c.at] ^= c.bits
 	}
 	return c.Conn.Send(p)
 }
 
-// If a rank behind a leader sends a malformed frame, every rank gets a verdict that names it, and that rank
-// too.
+// If a rank behind a leader, or a leader behind a leader, sends a malformed frame or one of a rank that it
+// does not lead, every rank gets a verdict that names it, and that rank too.
 func TestGarbageToALeader(t *testing.T) {
-	const culprit = 3
-	n := len(hosts)
-	var bad atomic.Bool
-	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
-		oneLevel.onHosts(cfg)
-		if cfg.Rank == culprit {
-			cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, _ topo.Rank) transport.Conn {
-				return &badConn{conn, &bad}
-			}}
-		}
-	})
-	bad.Store(true)
-	c.each(func(r int) {
-		err := c.wait(c.allreduce(r, "x", make([]byte, 8)))
-		const want = "rank 3 failed: protocol error: malformed frame: got frame number"
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("rank %d: got error %v, want %s", r, err, want)
-		}
-	})
-	for _, e := range c.engines {
-		if err := e.Shutdown(c.ctx, engine.Departure{}); err == nil {
-			t.Error("a shutdown after the failure gave no error")
+	for _, x := range []struct {
+		culprit topo.Rank
+		at      int // of the length, the number, the type, the number of parts, that of ranks, the first rank
+		bits    byte
+		want    string
+	}{
+		{3, 4, 1, "rank 3 failed: protocol error: malformed frame: got frame number"},
+		{4, 9, 0x80, "rank 4 failed: protocol error: message: combined frame"},
+		{4, 17, 6, "rank 4 failed: protocol error: got frames of rank"}, // of rank 2 or 3 instead of 4 or 5
+	} {
+		n := len(hosts)
+		var bad atomic.Bool
+		c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
+			twoLevels.onHosts(cfg)
+			if cfg.Rank == x.culprit {
+				cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
+					if peer != 2 {
+						return conn
+					}
+					return &badConn{conn, &bad, x.at, x.bits}
+				}}
+			}
+		})
+		bad.Store(true)
+		c.each(func(r int) {
+			err := c.wait(c.allreduce(r, "x", make([]byte, 8)))
+			if err == nil || !strings.Contains(err.Error(), x.want) {
+				t.Errorf("rank %d: got error %v, want %s", r, err, x.want)
+			}
+		})
+		for _, e := range c.engines {
+			if err := e.Shutdown(c.ctx, engine.Departure{}); err == nil {
+				t.Error("a shutdown after the failure gave no error")
+			}
 		}
 	}
 }
