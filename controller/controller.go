@@ -2,10 +2,10 @@
 // order. docs/negotiation.md specifies the protocol.
 //
 // The package is pure. A Member is the state of a rank as a participant, the Coordinator is the state of rank
-// 0 as the coordinator, and a Combiner is the state of a rank that leads the ranks of its host. Their inputs
-// are events (submitted requests, frames, the time). Their outputs are frames to send and grants to run. They
-// use no socket, clock or lock, they never wait, and the same inputs give the same outputs. All times are
-// durations since the same fixed moment, which the caller chooses. Every turn begins with Tick.
+// 0 as the coordinator, and a Combiner is the state of a rank that leads other ranks. Their inputs are events
+// (submitted requests, frames, the time). Their outputs are frames to send and grants to run. They use no
+// socket, clock or lock, they never wait, and the same inputs give the same outputs. All times are durations
+// since the same fixed moment, which the caller chooses. Every turn begins with Tick.
 //
 // A rank sends a request once, and the coordinator remembers the request until it is answered. The answers of
 // the coordinator are numbered. They form a log that every rank replays.

@@ -331,8 +331,8 @@ func (c *Coordinator) released(r, by topo.Rank) {
 	}
 }
 
-// closeReleased closes rank r, which has sent bye, if no other rank needs it. A leader, and the lowest rank
-// of a group that shares memory, is closed after the other ranks of its host.
+// closeReleased closes rank r, which has sent bye, if no other rank needs it. A leader is closed after the
+// ranks behind it, and the lowest rank of a group that shares memory after the others of the group.
 func (c *Coordinator) closeReleased(r topo.Rank) {
 	if k := &c.ranks.all[r]; !k.holders.Any() && k.open == 0 {
 		c.closeRank(r)

@@ -18,7 +18,7 @@ type MemberConfig struct {
 	// Sets are process sets with which the job begins, in ascending order of ID. With Lockstep, these are all
 	// process sets of the job. Otherwise, they are the sets that contain the rank.
 	Sets []Set
-	// Leader is the rank to which the rank has its control connection: the leader of its host, or rank 0.
+	// Leader is the rank to which the rank has its control connection: its leader, or rank 0.
 	Leader topo.Rank
 	// Combiner passes on the frames of the ranks that this rank leads. It is nil if this rank is no leader.
 	Combiner *Combiner
