@@ -417,7 +417,7 @@ func (c *Combiner) askers(s *heldSet, q *message.Request) int {
 	}
 	n := 0
 	for _, i := range s.local {
-		if slices.Contains(q.Ranks, c.ranks[i].rank) {
+		if _, found := slices.BinarySearch(q.Ranks, c.ranks[i].rank); found {
 			n++
 		}
 	}
