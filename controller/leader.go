@@ -39,9 +39,9 @@ func (c *Coordinator) arrival(held uint32) time.Duration {
 }
 
 // relayVotes applies a frame of several ranks if it has nothing but votes for one process set, of members
-// that are neither stopped nor joined and have not voted before. The ranks must be in ascending order, as those
-// are whose votes a leader has held. The cost for a vote does not depend on the number of ranks. For all other
-// frames relayVotes changes nothing and returns false.
+// that are neither stopped nor joined and have not voted before. The ranks must be in ascending order, as
+// those are whose votes a leader has held. The cost for a vote does not depend on the number of ranks. For
+// all other frames relayVotes changes nothing and returns false.
 func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uint32, up *message.Up) bool {
 	if len(ranks) < 2 || len(up.Sets) != 1 || up.Type != message.UpNews || up.Shutdown || up.Seen > c.cycle ||
 		c.waits.trace || c.state == closed || c.state == failed {

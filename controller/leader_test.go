@@ -557,8 +557,8 @@ func TestTimeoutBehindALeader(t *testing.T) {
 	}
 }
 
-// A leader that passes on a frame of a rank that it does not lead has failed. So has a leader that reports the
-// end of a connection that it does not have, and a leader that passes by its own leader.
+// A leader that passes on a frame of a rank that it does not lead has failed. So has a leader that reports
+// the end of a connection that it does not have, and a leader that passes by its own leader.
 func TestLeaderOfOthers(t *testing.T) {
 	one, two := topo.Leaders{0, 1, 2, 2, 2}, topo.Leaders{0, 1, 2, 2, 3}
 	for _, x := range []struct {

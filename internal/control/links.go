@@ -21,7 +21,8 @@ import (
 const (
 	// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0.
 	leadersAbove = 64
-	// levelsAbove is the greatest number of other hosts whose leaders all have a control connection to rank 0.
+	// levelsAbove is the greatest number of other hosts whose leaders all have a control connection to rank
+	// 0.
 	levelsAbove = 64
 )
 

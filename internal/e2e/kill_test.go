@@ -77,8 +77,8 @@ func kill(t *testing.T, program string, victim int, after time.Duration, env ...
 
 // In a job on three simulated hosts, in which leaders pass on the control frames of their hosts, a rank is
 // killed, or is stopped forever: rank 0, a rank on its host, a leader, or a rank behind a leader. With two
-// levels of leaders, the leader behind a leader and the rank behind both are killed too. Every other rank gets
-// an error that names the victim.
+// levels of leaders, the leader behind a leader and the rank behind both are killed too. Every other rank
+// gets an error that names the victim.
 func TestFailuresWithLeaders(t *testing.T) {
 	const (
 		// With a limit of 3 s, a busy machine can make another rank silent for too long.

@@ -409,8 +409,8 @@ type leaving struct {
 }
 
 const (
-	// expireGrace is how much longer Shutdown waits for the end of the epoch, after its context has ended, than
-	// the coordinator may need for its verdict, if there is a suspicion.
+	// expireGrace is how much longer Shutdown waits for the end of the epoch, after its context has ended,
+	// than the coordinator may need for its verdict, if there is a suspicion.
 	expireGrace = 800 * time.Millisecond
 	// failTimeout is how long the Shutdown of a failed rank waits for the verdict.
 	failTimeout = time.Second

@@ -100,7 +100,8 @@ func TestSimulation(t *testing.T) {
 					cfg.LivenessTimeout = deadline // a large job starves its ranks
 					cfg.LeadersAbove = map[simulate.Policy]int{simulate.Star: ranks,
 						simulate.Leaders: 1, simulate.Levels: 1}[policy]
-					cfg.LevelsAbove = map[simulate.Policy]int{simulate.Leaders: ranks, simulate.Levels: 1}[policy]
+					cfg.LevelsAbove = map[simulate.Policy]int{simulate.Leaders: ranks,
+						simulate.Levels: 1}[policy]
 					for r := range ranks {
 						cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", r/perHost))
 					}

@@ -73,9 +73,9 @@ func HostLeaders(hosts []string) (leaders Leaders, list []Rank) {
 	return leaders, list
 }
 
-// Group divides the given ranks, which have no leader, into groups, and makes the first rank of each group the
-// leader of the others. The size of the groups is the square root of the number of ranks, rounded up. The last
-// group may be smaller.
+// Group divides the given ranks, which have no leader, into groups, and makes the first rank of each group
+// the leader of the others. The size of the groups is the square root of the number of ranks, rounded up. The
+// last group may be smaller.
 func (l Leaders) Group(ranks []Rank) {
 	n := int(math.Ceil(math.Sqrt(float64(len(ranks)))))
 	for i, r := range ranks {
