@@ -355,9 +355,9 @@ func script(t *testing.T, program string) string {
 	return file
 }
 
-// TestPythonWorkerOutlivesRank checks that rank 0 hears of the death of rank 1 although a forked worker of rank
-// 1 goes on. In the process of the rank, the worker keeps its connections open, so that rank 0 only misses its
-// heartbeats. With a sidecar the connections end, and rank 0 does not wait for heartbeats.
+// TestPythonWorkerOutlivesRank checks that rank 0 hears of the death of rank 1 although a forked worker of
+// rank 1 goes on. In the process of the rank, the worker keeps its connections open, so that rank 0 only
+// misses its heartbeats. With a sidecar the connections end, and rank 0 does not wait for heartbeats.
 func TestPythonWorkerOutlivesRank(t *testing.T) {
 	testnet.NeedTorch(t) // which brings numpy
 	for sidecar, liveness := range map[string]string{"": "10", "spawn": "3600"} {

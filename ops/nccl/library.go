@@ -137,8 +137,8 @@ type Library struct {
 	// and how long they wait at the end for other ranks. Load sets it to 5 s.
 	EndTimeout time.Duration
 	f          *C.functions
-	// ranges returns nil unless a tool such as Nsight Systems watches. The first call looks for the library of
-	// NVTX.
+	// ranges returns nil unless a tool such as Nsight Systems watches. The first call looks for the library
+	// of NVTX.
 	ranges func() *cuda.Ranges
 
 	mu      sync.Mutex
@@ -207,7 +207,8 @@ func newLibrary(file *cuda.Library) (l *Library, err error) {
 	// The table is memory of C, which a Library that is new enough keeps for ever: at each call cgo would
 	// check all pointers of one in Go.
 	l = &Library{File: file.File, f: (*C.functions)(C.malloc(C.sizeof_functions)),
-		EndTimeout: 5 * time.Second, ranges: sync.OnceValue(cuda.OpenRanges), devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
+		EndTimeout: 5 * time.Second, ranges: sync.OnceValue(cuda.OpenRanges),
+		devices: make(map[place]*device), pinned: make(map[reduction]pinned)}
 	*l.f = C.functions{}
 	l.turn.L = &l.mu
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))

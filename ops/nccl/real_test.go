@@ -45,7 +45,8 @@ func TestRealLibraries(t *testing.T) {
 	}
 	if *realNVTX != "" {
 		if err := cuda.OpenLibrary(func(l *cuda.Library) error {
-			if missing := l.Symbols(make([]unsafe.Pointer, len(cuda.RangeFunctions)), cuda.RangeFunctions); missing != nil {
+			table := make([]unsafe.Pointer, len(cuda.RangeFunctions))
+			if missing := l.Symbols(table, cuda.RangeFunctions); missing != nil {
 				t.Errorf("%s lacks %v", l.File, missing)
 			}
 			return nil
