@@ -125,10 +125,10 @@ func (l Library) Path(t *testing.T) string {
 }
 
 // jobTime is the time limit of a job.
-const jobTime = 2 * time.Minute
+const jobTime = 10 * time.Minute
 
 // Command returns the command that starts a program as a job with the given number of processes. The job is
-// killed when the test ends, or after two minutes.
+// killed when the test ends, or after ten minutes.
 func (l Library) Command(t *testing.T, processes int, program string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(context.Background(), jobTime)
 	t.Cleanup(cancel)
@@ -157,7 +157,7 @@ func (l Library) Run(t *testing.T, processes int, program string, args ...string
 func (l Library) RunTests(t *testing.T, program string, processes ...int) {
 	for _, n := range processes {
 		t.Run(fmt.Sprintf("processes=%d", n), func(t *testing.T) {
-			l.Run(t, n, program, "-test.v", "-test.timeout", "10m")
+			l.Run(t, n, program, "-test.v", "-test.timeout", "9m")
 		})
 	}
 }

@@ -35,7 +35,7 @@ import (
 var job *world
 
 func TestMain(m *testing.M) {
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
 	given := os.Getenv("INITIALIZED") != ""
 	if given {
