@@ -588,9 +588,7 @@ func TestElasticStoppedSpare(t *testing.T) {
 	if spare == 0 {
 		t.Fatalf("got no process ID of the spare at slot %s in %q", slot, j.out())
 	}
-	if err := unix.Kill(spare, unix.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	stop(t, spare)
 	for _, rank := range before {
 		if rank.pid != 0 {
 			if err := unix.Kill(rank.pid, unix.SIGKILL); err != nil {
@@ -610,6 +608,31 @@ func TestElasticStoppedSpare(t *testing.T) {
 		t.Errorf("got %q, want %q", j.err(), want)
 	}
 	tellJob(t, j)
+}
+
+// stop stops a process and returns when all of its threads have stopped. On a busy machine, the others run on
+// until one of them has been given a processor to handle the signal.
+func stop(t *testing.T, pid int) {
+	t.Helper()
+	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	running := func() bool {
+		stats, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+		if err != nil || len(stats) == 0 {
+			t.Fatalf("process %d has no threads: %v", pid, err)
+		}
+		return slices.ContainsFunc(stats, func(name string) bool {
+			text, err := os.ReadFile(name)
+			_, state, _ := bytes.Cut(text, []byte(") "))
+			return err == nil && !bytes.HasPrefix(state, []byte("T"))
+		})
+	}
+	for end := time.Now().Add(jobLimit); running(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("process %d has not stopped within %v", pid, jobLimit)
+		}
+	}
 }
 
 // left returns the points at which no process has died yet.

@@ -216,7 +216,7 @@ func (j *job) until(what string, enough func(l line) bool) {
 				return
 			}
 		case <-timeout:
-			j.t.Fatalf("no %s after %v; output:\n%s", what, jobLimit, j.out())
+			j.t.Fatalf("no %s after %v; output:\n%s\nstandard error:\n%s", what, jobLimit, j.out(), j.err())
 		}
 	}
 }
