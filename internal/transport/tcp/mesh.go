@@ -118,9 +118,10 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	}
 }
 
-// Conn implements transport.Mesh. If ctx ends, the attempt to connect continues for up to Config.DialTimeout,
-// because this rank cannot know whether the peer has already accepted. A later call of Conn waits for the
-// same attempt.
+// Conn implements transport.Mesh. The lower rank dials when it calls Conn itself. Until then the higher rank
+// waits, and has no time limit but that of ctx, because its peer may need the channel much later. If ctx of
+// the lower rank ends, the attempt to connect continues for up to Config.DialTimeout, because this rank cannot
+// know whether the peer has already accepted. A later call of Conn waits for the same attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
 		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want a rank from 0 to %d other than this rank, %d",
@@ -137,8 +138,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 		m.e.mu.Unlock()
 		return c, nil
 	}
-	dials := m.rank < peer
-	if dials && !begun {
+	if m.rank < peer && !begun {
 		l.conns[peer] = nil
 		m.e.wg.Go(func() { m.dial(l, peer) })
 	}
@@ -149,12 +149,6 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 	m.e.mu.Unlock()
 
-	var expired <-chan time.Time // nil if this rank dials, because dial has a timeout of its own
-	if !dials {
-		t := time.NewTimer(m.e.cfg.DialTimeout)
-		defer t.Stop()
-		expired = t.C
-	}
 	select {
 	case <-w.done:
 		if w.err != nil {
@@ -169,9 +163,6 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 			err = fmt.Errorf("%w; the last attempt failed: %w", err, w.attempt)
 		}
 		return nil, err
-	case <-expired:
-		return nil, &transport.PeerError{Peer: peer, Lane: id,
-			Err: fmt.Errorf("tcp: the peer did not connect within %v", m.e.cfg.DialTimeout)}
 	}
 }
 
