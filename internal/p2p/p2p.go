@@ -40,8 +40,11 @@ const (
 	// maxKeptBytes limits the eager messages that were sent to a peer and have not been matched there. Each
 	// counts with its size and headerBytes.
 	maxKeptBytes = 1 << 20
-	// maxOffers limits the offers of a peer that no receive has matched. A peer that sends more has failed.
+	// maxOffers limits the messages that wait at the sender until a receive of the peer matches them.
 	maxOffers = 1 << 20
+	// maxUnmatched is how many messages of a peer can wait for receives: its offers, and messages that are here.
+	// A peer that sends more has failed.
+	maxUnmatched = maxOffers + maxKeptBytes/headerBytes
 )
 
 // Op is one message that this rank sends or receives. The caller must not change it before Done is called.
@@ -278,11 +281,21 @@ func (x *Exchange) match(o *Op) (done func(), found bool) {
 		return nil, false
 	}
 	m := from.unexpected[at]
-	from.unexpected = slices.Delete(from.unexpected, at, at+1)
+	from.unexpected = without(from.unexpected, at)
 	if m.kind == eager {
 		from.stored -= len(m.payload) + headerBytes
 	}
 	return from.take(o, m), true
+}
+
+// without removes the element at i from s. It does not move the others if it is the first one, so that a long
+// queue is emptied in linear time.
+func without[T any](s []T, i int) []T {
+	if i > 0 || len(s) == 1 {
+		return slices.Delete(s, i, i+1)
+	}
+	clear(s[:1])
+	return s[1:]
 }
 
 // unreachable returns an error if no rank can send a message for the receive o any more, because all of its

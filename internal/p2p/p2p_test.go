@@ -639,6 +639,36 @@ func (j *job) quit(from, at topo.Rank) {
 	}
 }
 
+// failing is memory whose first segment cannot be made.
+type failing struct {
+	shm.Sharer
+	failed bool
+}
+
+// Share implements transport.Memory.
+func (f *failing) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error) {
+	if !f.failed {
+		f.failed = true
+		return nil, errors.New("too many open files")
+	}
+	return f.Sharer.Share(id, numBytes, peers)
+}
+
+// A message of which the peer cannot copy from this rank's memory goes over the channel.
+func TestShareFails(t *testing.T) {
+	meshes := sharedMeshes(t, 2)
+	meshes[0] = &failing{Sharer: meshes[0].(shm.Sharer)}
+	j := newJob(t, meshes)
+	for i, shared := range []bool{false, true} {
+		message := payload(uint64(i), 1<<20)
+		sent, received := j.send(0, 1, 1, message), j.receive(1, 0, 1, len(message))
+		received.want(t, 0, message)
+		if err := sent.wait(t); err != nil || received.Shared() != shared {
+			t.Errorf("message %d: got error %v, shared %t, want %t", i, err, received.Shared(), shared)
+		}
+	}
+}
+
 // gate is the memory of peers whose chunks arrive when open is closed.
 type gate struct {
 	shm.Sharer

@@ -178,7 +178,7 @@ func (p *peer) writeAll() {
 			return
 		}
 		o := p.queue[0]
-		p.queue = slices.Delete(p.queue, 0, 1)
+		p.queue = without(p.queue, 0)
 		p.writing = true
 		p.x.mu.Unlock()
 		err := p.send(o)
@@ -213,10 +213,11 @@ func (p *peer) send(o outgoing) error {
 
 // offer offers the message o to the peer. The caller holds x.mu.
 func (p *peer) offer(o *Op) error {
-	place, shared, err := p.share(o)
-	if err != nil {
-		return err
+	if len(p.offers) >= maxOffers {
+		return fmt.Errorf("%d messages to rank %d wait until it receives them, want at most %d", len(p.offers)+1,
+			p.rank, maxOffers)
 	}
+	place, shared := p.share(o)
 	o.shared = shared
 	put(&p.offers, o.Number, o)
 	h := header{kind: offer, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf)), id: o.Number}
@@ -383,9 +384,9 @@ func (p *peer) offered(m message) error {
 	switch {
 	case o != nil:
 		done = p.take(o, m)
-	case len(p.unexpected) >= maxOffers:
+	case len(p.unexpected) >= maxUnmatched:
 		x.mu.Unlock()
-		return p.malformed("%d offers that were not matched", maxOffers)
+		return p.malformed("%d messages that were not matched", maxUnmatched)
 	default:
 		x.arrivals++
 		m.arrival = x.arrivals
@@ -403,7 +404,7 @@ func (p *peer) offered(m message) error {
 func (x *Exchange) takePosted(from topo.Rank, tag uint32) *Op {
 	for i, o := range x.posted {
 		if o.Tag == tag && (o.Peer == AnySource || o.Peer == from) {
-			x.posted = slices.Delete(x.posted, i, i+1)
+			x.posted = without(x.posted, i)
 			return o
 		}
 	}

@@ -25,15 +25,14 @@ const segmentBytes = 4
 var errRevoked = errors.New("the sender has ended the operation")
 
 // share returns the place of o's message, and whether the peer can read it there. Before the first such
-// message, share makes this rank's segment. The caller holds x.mu.
-func (p *peer) share(o *Op) (place arena.Ref, ok bool, err error) {
+// message, share makes this rank's segment. If that fails, for example because this process has no
+// descriptor left, the message goes over the channel. The caller holds x.mu.
+func (p *peer) share(o *Op) (place arena.Ref, ok bool) {
 	if !p.near {
-		return place, false, nil
+		return place, false
 	}
-	if place, ok = arena.Find(o.Buf); ok && p.x.revoked == nil {
-		err = p.x.shareWord()
-	}
-	return place, ok, err
+	place, ok = arena.Find(o.Buf)
+	return place, ok && (p.x.revoked != nil || p.x.shareWord() == nil)
 }
 
 // shareWord makes this rank's segment. The caller holds mu.

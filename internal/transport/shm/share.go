@@ -120,26 +120,29 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
 	}
 	seg, err := m.segment(id, numBytes)
-	if err != nil {
-		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
-	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	l, err := m.lane(id)
-	if err == nil {
+	l, laneErr := m.lane(id)
+	if laneErr == nil {
 		if e := l.err.Load(); e != nil {
-			err = *e
+			laneErr = *e
 		}
 	}
-	if err != nil {
-		return nil, fmt.Errorf("shm: share lane %d: %w", id, errors.Join(err, seg.Close()))
+	var f *file
+	if err == nil && laneErr == nil && recipients > 0 {
+		f, err = duplicate(seg.FD())
+	}
+	if err = errors.Join(laneErr, err); err != nil {
+		if l != nil {
+			l.sharing = false
+		}
+		if seg != nil {
+			err = errors.Join(err, seg.Close())
+		}
+		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
 	}
 	l.own = seg
 	if recipients > 0 {
-		f, err := duplicate(seg.FD())
-		if err != nil {
-			return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
-		}
 		m.post(message{kind: shareMessage, id: uint32(id), size: uint64(len(seg.Bytes())), to: to,
 			files: []*file{f}})
 	}

@@ -119,6 +119,9 @@ func TestShare(t *testing.T) {
 	if _, err := meshes[0].Share(8, 1<<50, []topo.Rank{1}); !errors.As(err, &none) {
 		t.Errorf("got %v, want a *NoMemoryError", err)
 	}
+	if _, err := meshes[0].Share(8, 1, []topo.Rank{1}); err != nil {
+		t.Errorf("after a call of Share that has failed: %v", err)
+	}
 }
 
 // TestLaneEnds checks that pending and later calls on a lane fail if the lane is aborted or released, if the
