@@ -57,6 +57,17 @@ func LeastMemory(root fs.FS) (least MemoryLimit, limited bool) {
 	return least, limited
 }
 
+// MemorySize returns how many bytes of memory this process can get at most, if no other process uses any: the
+// memory of the machine, or the limit of the cgroup that leaves the least if that is smaller. It returns an
+// error if the kernel does not tell the memory of the machine.
+func MemorySize(root fs.FS) (uint64, error) {
+	m, err := MachineMemory(root)
+	if c, limited := LeastMemory(root); limited {
+		m.Total = min(m.Total, c.Limit)
+	}
+	return m.Total, err
+}
+
 // LeastTasks returns the least number of processes and threads that the cgroups still permit, and the file
 // with the limit, relative to the root. If there is no limit, limited is false.
 func LeastTasks(root fs.FS) (left uint64, file string, limited bool) {

@@ -110,3 +110,19 @@ func TestMachineMemory(t *testing.T) {
 		t.Errorf("without the file: got %+v, want an error", m)
 	}
 }
+
+// The memory of a process is that of the machine, or the limit of its cgroup.
+func TestMemorySize(t *testing.T) {
+	files := map[string]string{"proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 50 kB\n"}
+	for limit, want := range map[string]uint64{"max": 100 << 10, "200000": 100 << 10, "3000": 3000} {
+		files["proc/self/cgroup"], files["sys/fs/cgroup/job/memory.max"] = "0::/job\n", limit+"\n"
+		files["sys/fs/cgroup/job/memory.current"] = "1000\n"
+		if got, err := MemorySize(rootWith(files)); got != want || err != nil {
+			t.Errorf("limit %s: got %d bytes, error %v, want %d", limit, got, err, want)
+		}
+	}
+	delete(files, "proc/meminfo")
+	if got, err := MemorySize(rootWith(files)); err == nil {
+		t.Errorf("without the memory of the machine: got %d bytes, want an error", got)
+	}
+}

@@ -19,6 +19,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
+	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -26,9 +28,9 @@ import (
 	"time"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/cgroup"
 	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/exec"
@@ -79,7 +81,8 @@ type Config struct {
 	// shut down. In both fields, 0 means never.
 	StallWarning, StallShutdown time.Duration
 	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. It protects this rank,
-	// because other ranks determine the size of the result. 0 selects the memory size of the host.
+	// because other ranks determine the size of the result. 0 selects the memory of the host, or the limit of
+	// a cgroup of this process if that is smaller.
 	MaxResultBytes int64
 	// Lockstep makes the ranks negotiate by collectives that all ranks enter in every cycle.
 	Lockstep bool
@@ -223,12 +226,12 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.Log = zap.NewNop()
 	}
 	if cfg.MaxResultBytes == 0 {
-		var host unix.Sysinfo_t
-		if err := unix.Sysinfo(&host); err != nil {
+		size, err := cgroup.MemorySize(os.DirFS("/"))
+		if err != nil {
 			return nil, errors.Join(fmt.Errorf("engine: reading the memory size of the host: %w", err),
 				cfg.Mesh.Close())
 		}
-		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
+		cfg.MaxResultBytes = int64(min(size, math.MaxInt64))
 	}
 	e := &Engine{
 		cfg: cfg, log: cfg.Log, start: time.Now(), due: controller.Never, expiredDue: controller.Never,
