@@ -162,15 +162,18 @@ func (m *machine) fitsInTurn(w *Work, waitedFor bool) bool {
 	if numBytes <= maxDriveBytes {
 		return true
 	}
-	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps.
+	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps. The
+	// first step must not copy or allocate a tensor, because no heartbeat leaves this rank meanwhile.
 	if _, lists, _ := m.manager.Get(w.Grant.Backend, r.Kind, w.Grant.Algorithm); !lists {
 		return false
 	}
 	switch r.Kind {
 	case message.Allreduce, message.Reduce:
 		return r.DType.Valid() && len(w.Grant.Absent) == 0 && r.Op != tensor.Adasum && !r.Wire.Valid()
-	case message.Allgather, message.Broadcast:
-		return len(w.Entries) == 1
+	case message.Allgather:
+		return len(w.Entries) == 1 && w.Entries[0].InPlace
+	case message.Broadcast:
+		return len(w.Entries) == 1 && (w.Entries[0].InPlace || r.Root != m.set.Ranks[m.me])
 	}
 	return false
 }

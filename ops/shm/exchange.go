@@ -24,6 +24,10 @@ const streamBytes = 8 << 20
 // step, its results are still in the caches when the peers copy them.
 const directStages = 4
 
+// directBytes is the size of a step that only copies, if no rank stages anything. A turn of the loop executes a
+// whole step, so a larger one would delay all other operations and the heartbeats of this rank.
+const directBytes = 32 << 20
+
 // plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column
 // of every block.
 type plan struct {
@@ -217,7 +221,7 @@ func (b *Backend) enlargeSteps(p *plan) {
 	if p.reduce {
 		p.column *= directStages
 	} else {
-		p.column = x.total // one step copies all data
+		p.column *= max(directBytes/p.stageBytes, 1)
 	}
 	x.steps = p.steps()
 	x.rounds = x.steps + x.lag

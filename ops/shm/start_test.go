@@ -229,6 +229,29 @@ func TestStepsAreLargerWithoutStaging(t *testing.T) {
 	}
 }
 
+// A broadcast from an arena takes several steps, however large it is, because a turn of the loop executes a
+// whole step.
+func TestStepsAreBounded(t *testing.T) {
+	const numBytes = 65 << 20
+	run(t, 2, shm.Config{}, func(r *rank) error {
+		if err := connect(r); err != nil {
+			return err
+		}
+		buf := r.mem.alloc(numBytes)
+		if err := r.Start(ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: buf}); err != nil {
+			return err
+		}
+		for steps := 1; ; steps++ {
+			if p, err := r.Step(context.Background(), true); p == ops.Finished || err != nil {
+				if steps < 3 {
+					return errOr(err, fmt.Sprintf("got %d steps, want one for each 32 MiB", steps))
+				}
+				return err
+			}
+		}
+	})
+}
+
 // Start fails while an operation is in progress. Step fails if no operation is in progress.
 func TestStepsOfAStart(t *testing.T) {
 	begun := func(r *rank, elems int) bool {
