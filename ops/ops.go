@@ -106,10 +106,14 @@ type Operation struct {
 	//     block in its place.
 	//   - A Broadcast copies the Buf of Root to the Buf of all other ranks.
 	//   - A Reducescatter reduces Buf and leaves the result in this rank's block. The other blocks are then
-	//     undefined.
+	//     undefined. If Lists reports true for the operation, the backend applies Scaling, and if Result is
+	//     not nil it puts the result there and does not change Buf.
 	//   - An Alltoall sends block i of Buf to rank i. A Gather does the same, but only the block for Root has
 	//     bytes, and in a Scatter only the blocks of Root have bytes.
 	Buf []byte
+
+	// Result is the memory for the result of a Reducescatter. It is nil if that is this rank's block of Buf.
+	Result []byte
 
 	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. In an Adasum, Counts are instead
 	// the sizes in bytes of the tensors that are concatenated in Tensors[0]. Each of these tensors is

@@ -264,21 +264,34 @@ func (m *machine) averageOver(w *Work) int {
 }
 
 // startReducescatter prepares a reducescatter. The tensors are reduced in the fusion buffer, which has a
-// block for each rank. The block contains that rank's rows of every tensor. A single tensor that is in place
-// has this layout already and is reduced in its own memory.
+// block for each rank. The block contains that rank's rows of every tensor. A single tensor has this layout
+// already. It is reduced in its own memory if it is in place, or if the backend reads and writes tensors
+// where they are.
 func (m *machine) startReducescatter() error {
 	x := &m.execution
 	w := x.work
 	r := w.Grant.Responses[0]
 	x.scaling = scalingOf(r, r.DType, m.averageOver(w))
 	counts := m.scatterCounts(w)
-	x.direct = len(w.Entries) == 1 && w.Entries[0].InPlace
+	x.staged = !x.lists || len(w.Grant.Responses) > 1 || !reducibleInPlace(w, x.scaling)
+	x.direct = len(w.Entries) == 1 && (w.Entries[0].InPlace || !x.staged)
 	if x.direct {
 		x.buf = w.Entries[0].Input
+		if !w.Entries[0].InPlace {
+			x.op.Result = w.Entries[0].Output
+		}
 	} else {
 		x.buf = m.scratch.fused.Bytes(int(sum(counts)))
 	}
 	x.op.Buf, x.op.Counts, x.op.DType, x.op.Op = x.buf, counts, r.DType, r.Op.Base()
+	if !x.staged {
+		x.op.Scaling = x.scaling.ops()
+		if w.Absent {
+			return neutral(r.Op, r.DType, x.buf)
+		}
+		return nil
+	}
+	x.op.Scaling = ops.Scaling{Pre: 1, Post: 1}
 	w.enter(ops.Packing)
 	return m.fillBlocks(w, x.scaling, x.buf, x.direct)
 }
@@ -302,6 +315,9 @@ func (m *machine) scatterCounts(w *Work) []int64 {
 // unpackReducescatter scales this rank's block and copies it to the outputs.
 func (m *machine) unpackReducescatter() error {
 	x := &m.execution
+	if !x.staged {
+		return nil
+	}
 	mine := sum(x.op.Counts[:m.me])
 	result := x.buf[mine : mine+x.op.Counts[m.me]]
 	if err := x.scaling.after(result); err != nil || x.direct {

@@ -11,18 +11,55 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// stepping is a backend that is never used.
-type stepping struct{ ops.Backend }
+// recording is a backend that records the operation that it is to start.
+type recording struct {
+	ops.Backend
+	op ops.Operation
+}
 
-// A turn executes a large allgather or broadcast only if no tensor has to be copied or allocated first, because
-// no heartbeat leaves the rank during the first step.
-func TestFirstStepOfATurnIsShort(t *testing.T) {
-	x := New(Config{Observer: unwatched{}, Pin: func() {}, Backends: ops.Registry{{ID: message.TCP, Lists: ops.Always,
-		New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return stepping{}, nil }}}})
+func (b *recording) Start(op ops.Operation) error {
+	b.op = op
+	return nil
+}
+
+// newMachine returns the machine of rank 0 of 2 with the backend, which takes lists or not.
+func newMachine(t *testing.T, b *recording, lists func(message.Kind, message.Algorithm) bool) *machine {
+	x := New(Config{Observer: unwatched{}, Pin: func() {}, Backends: ops.Registry{{ID: message.TCP, Lists: lists,
+		New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}}})
 	l, err := x.NewLane(controller.Global(2), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return &l.machine
+}
+
+// A backend that takes lists reads the tensor of a reducescatter where it is and writes the result to the output,
+// so there is no copy of the whole tensor.
+func TestReducescatterReadsTheTensor(t *testing.T) {
+	for _, lists := range []bool{true, false} {
+		b := new(recording)
+		m := newMachine(t, b, func(message.Kind, message.Algorithm) bool { return lists })
+		e := &tensorqueue.Entry{Input: make([]byte, 8), Output: make([]byte, 4)}
+		r := &message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Average,
+			Shape: tensor.Shape{2}, Prescale: 1, Postscale: 1}
+		err := m.start(&Work{Grant: &controller.Grant{Backend: message.TCP, Responses: []*message.Response{r}},
+			Entries: []*tensorqueue.Entry{e}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		reads := &b.op.Buf[0] == &e.Input[0]
+		writes := len(b.op.Result) == 4 && &b.op.Result[0] == &e.Output[0]
+		if scales := b.op.Scaling.Divisor == 2; reads != lists || writes != lists || scales != lists {
+			t.Errorf("lists %t: the backend reads the input: %t, writes the output: %t, scales: %t", lists, reads,
+				writes, scales)
+		}
+	}
+}
+
+// A turn executes a large allgather or broadcast only if no tensor has to be copied or allocated first, because
+// no heartbeat leaves the rank during the first step.
+func TestFirstStepOfATurnIsShort(t *testing.T) {
+	m := newMachine(t, new(recording), ops.Always)
 	for _, numBytes := range []int64{maxDriveBytes, maxDriveBytes + 1} {
 		for _, test := range []struct {
 			kind          message.Kind
@@ -42,7 +79,7 @@ func TestFirstStepOfATurnIsShort(t *testing.T) {
 			}
 			w := &Work{Grant: &controller.Grant{Backend: message.TCP, Responses: []*message.Response{r}},
 				Entries: []*tensorqueue.Entry{{InPlace: test.inPlace}}}
-			if got, want := l.machine.fitsInTurn(w, true), test.fits || numBytes == maxDriveBytes; got != want {
+			if got, want := m.fitsInTurn(w, true), test.fits || numBytes == maxDriveBytes; got != want {
 				t.Errorf("%v of %d bytes, root %d, in place %t: got %t, want %t", test.kind, numBytes, test.root,
 					test.inPlace, got, want)
 			}

@@ -94,7 +94,7 @@ func (b *Backend) sumType() tensor.DType {
 // reduces returns an operation of a level that reduces buf, which has blocks of the given sizes.
 func (b *Backend) reduces(buf []byte, counts []int64) ops.Operation {
 	return ops.Operation{Kind: message.Reducescatter, DType: b.sumType(), Op: b.op.Op, Buf: buf,
-		Counts: counts}
+		Counts: counts, Scaling: ops.Scaling{Pre: 1, Post: 1}}
 }
 
 // gathers returns an operation of a level that gathers buf, which has blocks of the given sizes.

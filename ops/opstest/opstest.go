@@ -97,7 +97,7 @@ func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root in
 func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, buf []byte, counts []int64) error {
 	return b.Run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf,
-		Counts: counts})
+		Counts: counts, Scaling: ops.Scaling{Pre: 1, Post: 1}})
 }
 
 // Alltoall sends a block of the input buffer to each rank: block i goes to rank i. counts are the sizes of

@@ -138,6 +138,7 @@ type Backend struct {
 	// The fields below are kept from one operation to the next so that an operation allocates nothing.
 	own        own
 	one        [1]ops.Tensor
+	three      [3]ops.Tensor
 	layouts    []layout // indexed by rank of the set
 	sources    [][]byte
 	plan       plan
@@ -335,6 +336,7 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 func (b *Backend) forget() {
 	b.own.clear()
 	clear(b.one[:])
+	clear(b.three[:])
 	clear(b.sources)
 }
 
@@ -355,18 +357,33 @@ func (b *Backend) reduceSingle() {
 }
 
 func (b *Backend) planReducescatter() error {
-	if _, err := b.own.set(b.single()); err != nil {
-		return err
-	}
-	if err := b.reducer.Prepare(b.op.Op, b.op.DType, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
-		return err
-	}
 	if err := b.plan.cut(b.op.Counts); err != nil {
 		return err
+	}
+	if _, err := b.own.set(b.scattered()); err != nil {
+		return err
+	}
+	if err := b.reducer.Prepare(b.op.Op, b.op.DType, b.op.Scaling, len(b.ranks)); err != nil {
+		return err
+	}
+	if len(b.ranks) == 1 {
+		b.reduceSingle()
 	}
 	b.plan.columns()
 	b.plan.reduce, b.plan.pull = true, false
 	return nil
+}
+
+// scattered returns the buffer of a reducescatter as tensors. This rank writes only its own block, whose result
+// may be elsewhere. b.plan has been cut into the blocks.
+func (b *Backend) scattered() []ops.Tensor {
+	if b.op.Result == nil {
+		return b.single()
+	}
+	end := b.plan.ends[b.me]
+	before, mine, after := b.op.Buf[:end-b.op.Counts[b.me]], b.op.Buf[end-b.op.Counts[b.me]:end], b.op.Buf[end:]
+	b.three = [3]ops.Tensor{{In: before, Out: before}, {In: mine, Out: b.op.Result}, {In: after, Out: after}}
+	return b.three[:]
 }
 
 func (b *Backend) planAllgather() error {

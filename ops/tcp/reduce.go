@@ -72,7 +72,7 @@ func (b *Backend) beginAllreduce() error {
 
 // takesLists implements ops.Registration.Lists.
 func takesLists(k message.Kind, alg message.Algorithm) bool {
-	return alg == message.Ring || k == message.Allreduce && keepsOrder(alg)
+	return k != message.Reducescatter && alg == message.Ring || k == message.Allreduce && keepsOrder(alg)
 }
 
 // beginList sets b.list and b.reducer for the tensors of the operation.
