@@ -24,6 +24,7 @@ type Machine struct {
 	roster  *Roster   // the newest one, or nil
 	earlier []*Roster // some before the newest one
 	begun   bool      // processes were started
+	skipped bool      // a process has ended with status 0 before there were ranks
 	noted   int       // how many slots there were in the newest note about them
 	resets  int
 	trains  uint64  // the last generation that has resumed the training
@@ -273,9 +274,11 @@ func (m *Machine) record(k *member, x Exit) {
 	case k.done || k.state == outside:
 	case x.Status == 0:
 		m.departed[k.Slot] = true
+		m.skipped = m.skipped || m.roster == nil
 		k.lost = x.How + " before the end of the training"
 	case k.leaving != "":
 		k.lost = x.How // where it ran, nothing is started anyway
+		m.blame(k)
 	default:
 		m.fail(k, x.How)
 	}
@@ -348,9 +351,7 @@ func (m *Machine) title(k *member) string {
 // fail records that process k has failed, and excludes its slot or host.
 func (m *Machine) fail(k *member, how string) {
 	k.lost = how
-	if m.culprit == nil && (k.state == active || m.roster == nil) {
-		m.culprit = &k.Member
-	}
+	m.blame(k)
 	if k.state != active {
 		m.note("%v: %s, before it was a rank", k.Member, how)
 	}
@@ -363,6 +364,13 @@ func (m *Machine) fail(k *member, how string) {
 			other.lost = "on the host of " + m.title(k)
 			m.kill(other)
 		}
+	}
+}
+
+// blame makes process k, which has failed, the culprit if it is the first one.
+func (m *Machine) blame(k *member) {
+	if m.culprit == nil && (k.state == active || m.roster == nil) {
+		m.culprit = &k.Member
 	}
 }
 
@@ -516,9 +524,10 @@ func (m *Machine) finish() {
 		m.end("", nil) // a program without the functions for elastic training
 	case m.roster != nil && (ranks == 0 || m.synced && synced == 0):
 		m.end(fmt.Sprintf("all ranks with the state of the training have ended: %s", m.reason(nil)), m.culprit)
-	case m.roster == nil && m.begun && len(m.members) == 0 && m.culprit == nil:
+	case m.roster != nil || !m.begun || len(m.members) > 0:
+	case m.culprit == nil && m.skipped:
 		m.end("", nil) // a program that does not join
-	case m.roster == nil && m.begun && len(m.members) == 0:
+	case m.culprit != nil:
 		m.end("all processes have ended before they were ranks", m.culprit)
 	}
 }
@@ -563,7 +572,7 @@ func (m *Machine) form() {
 	switch {
 	case m.roster == nil && !m.begun:
 		m.awaitSlots()
-	case m.finished && !lost || !lost && !leaving && !added:
+	case m.finished && !lost || !lost && !leaving && !added && (m.roster != nil || len(m.members) > 0):
 		m.waitsSince = time.Time{}
 	case m.finished && m.synced && !slices.ContainsFunc(ranks, func(k *member) bool { return k.synced }):
 		m.end("the ranks that are left do not have the state of the training: "+m.reason(nil), m.culprit)
