@@ -22,9 +22,9 @@ processes that it left in the background.
 
 When a rank fails, the other ranks have 5 s to end by themselves. Then hvdrun sends them SIGTERM, and SIGKILL 5 s later.
 If hvdrun gets SIGINT (Ctrl-C), it sends SIGINT to all ranks. If it gets SIGTERM or SIGHUP, it sends SIGTERM to all
-ranks. It sends SIGKILL 5 s later, or at once when it gets a second such signal. On SIGQUIT (Ctrl-\) hvdrun prints a
-report on the operations that the ranks wait for (docs/troubleshooting.md). It forwards a second SIGQUIT within 5 s, and
-every SIGUSR1 and SIGUSR2, to the ranks.
+ranks, and also if its output is a pipe that nobody reads any more. It sends SIGKILL 5 s later, or at once when it gets
+a second such signal. On SIGQUIT (Ctrl-\) hvdrun prints a report on the operations that the ranks wait for
+(docs/troubleshooting.md). It forwards a second SIGQUIT within 5 s, and every SIGUSR1 and SIGUSR2, to the ranks.
 
 With --servers N and --workers M, hvdrun starts the nodes of a parameter server instead of ranks: a scheduler, N servers
 and M workers. Each runs the command, and its environment says what it is (docs/ps.md). What is said here of ranks also
@@ -37,7 +37,7 @@ Exit status:
   1         hvdrun itself failed, or a host cannot be used
   2         wrong usage
   126, 127  the command cannot be run, or was not found
-  128+n     signal n ended the job, or killed the rank that caused the failure
+  128+n     signal n ended the job, or killed the rank that caused the failure; 141: nobody reads the output any more
   other     the exit status of the rank that caused the failure
 
 A setting takes its value from the first of these that has one: its flag, the environment variable that is shown in

@@ -87,6 +87,7 @@ type member struct {
 // launcher for longer than the timeout. In an elastic job, SIGTERM makes the launcher take the ranks of this
 // host out of the job. AgentMain writes messages for the user to standard error.
 func AgentMain(args, environ []string) int {
+	catchSIGPIPE()
 	err := func() error {
 		if len(args) != 1 {
 			return fmt.Errorf("%s is an internal argument of hvdrun", AgentArg)

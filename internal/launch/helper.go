@@ -92,6 +92,7 @@ func HelperMain(args, env []string) int {
 	}
 	// The launcher decides what a signal means, so the helper must not die of one. It catches the signals
 	// instead of ignoring them, because the command would inherit ignored signals.
+	catchSIGPIPE()
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
 		unix.SIGUSR2} {
 		if !signal.Ignored(s) {
@@ -123,6 +124,11 @@ func HelperMain(args, env []string) int {
 	}
 	return 0
 }
+
+// catchSIGPIPE makes a write to a pipe that nobody reads fail. Otherwise it would kill this process if the pipe
+// is its standard output or standard error, and with it the ranks. Children do not inherit this, as they would
+// if the signal were ignored.
+func catchSIGPIPE() { signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE) }
 
 func (h *helper) start(path string, argv, env []string) error {
 	attr := &syscall.ProcAttr{

@@ -114,7 +114,9 @@ type Options struct {
 
 	// Stdout and Stderr receive the output of the ranks. Stderr also receives the report. One goroutine
 	// writes to both. When Run returns, all output is written. There is one exception: if a Write hangs, a
-	// signal or the end of ctx makes Run return, and the goroutine remains.
+	// signal or the end of ctx makes Run return, and the goroutine remains. If one of them is a pipe that
+	// nobody reads any more, the job ends as after SIGTERM, and Result.Signal is SIGPIPE. Other errors of a
+	// Write do not end the job; Run returns the first.
 	Stdout, Stderr io.Writer
 	// NoPrefix leaves out the prefix of each line, which is [0]<stdout>: for the standard output of rank 0,
 	// and [server 0]<stdout>: for that of a node.
@@ -213,7 +215,8 @@ type Result struct {
 	// for signal n), or 1 if that is 0. If signal n ended the job before any rank failed, it is 128+n.
 	// Otherwise it is 0.
 	Status int
-	// Signal is the signal that ended the job before any rank failed, or 0 if there was none.
+	// Signal is the signal that ended the job before any rank failed, or 0 if there was none. SIGPIPE says that
+	// the output was not read any more.
 	Signal syscall.Signal
 	// Ranks describes for each rank how it ended.
 	Ranks []Exit
@@ -267,10 +270,10 @@ func (e Exit) Status() int {
 // the cause of ctx. After any error, no process of the job is left except the processes that the error names.
 //
 // The calling process must not start any other child during Run, because Run waits for all children. Run
-// makes the process a subreaper for the rest of its life (prctl(2)). The executable of the process must call
-// HelperMain and AgentMain. Each rank needs two goroutines. A rank on this host also needs a helper process,
-// four file descriptors and three more goroutines. Each other host needs the command that reaches its agent,
-// three file descriptors and seven goroutines.
+// makes the process a subreaper for the rest of its life (prctl(2)), and SIGPIPE does not kill it any more.
+// The executable of the process must call HelperMain and AgentMain. Each rank needs two goroutines. A rank on
+// this host also needs a helper process, four file descriptors and three more goroutines. Each other host
+// needs the command that reaches its agent, three file descriptors and seven goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = cmp.Or(o.Notice, 5*time.Second)
 	o.Grace = cmp.Or(o.Grace, 5*time.Second)
@@ -295,6 +298,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	if len(o.Command) == 0 || o.Command[0] == "" {
 		return Result{}, &OptionError{"command: got none, want a program to run"}
 	}
+	catchSIGPIPE()
 	self, err := os.Hostname()
 	if err != nil {
 		return Result{}, fmt.Errorf("launch: get the name of this host: %w", err)

@@ -1,6 +1,7 @@
 package launch_test
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
 	"io"
@@ -842,6 +843,44 @@ func TestOutputThatIsLostIsAnError(t *testing.T) {
 	r := start(t, spec{NP: 1, stdout: full, Command: sh("echo x; exit 0")})
 	if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), "output was lost") {
 		t.Errorf("got exit status %d and %q, want 1 and the reason", got, r.stderr.String())
+	}
+}
+
+// TestOutputThatNobodyReads ends the reader of the launcher's output, and sends SIGINT or lets the rank print.
+// The rank has the time to write a checkpoint, after another line of output.
+func TestOutputThatNobodyReads(t *testing.T) {
+	for status, interrupt := range map[int]bool{130: true, 141: false} {
+		t.Run(fmt.Sprint(status), func(t *testing.T) {
+			t.Parallel()
+			reader, writer, err := os.Pipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			dir := t.TempDir()
+			r := start(t, spec{NP: 1, GraceMS: 60_000, EchoMS: 1, stdout: writer, NoPrefix: true,
+				Command: sh("cd " + dir + `; trap 'echo saving; sleep 0.3; echo saved >checkpoint; exit' INT TERM
+echo ready; until [ -e go ]; do sleep 0.01; done; echo more; while :; do sleep 0.01; done`)})
+			writer.Close()
+			if line, err := bufio.NewReader(reader).ReadString('\n'); err != nil || line != "ready\n" {
+				t.Errorf("got output %q and error %v, want ready", line, err)
+			}
+			reader.Close()
+			if interrupt {
+				r.signal(unix.SIGINT)
+			} else {
+				writeFile(filepath.Join(dir, "go"), "")
+			}
+			if got := r.wait(); got != status {
+				t.Errorf("got exit status %d, want %d", got, status)
+			}
+			if _, err := os.Stat(filepath.Join(dir, "checkpoint")); err != nil {
+				t.Error(err)
+			}
+			want := "launch: output was lost: write /dev/stdout: broken pipe\n"
+			if !strings.Contains(r.stderr.String(), want) {
+				t.Errorf("got %q, want %q", r.stderr.String(), want)
+			}
+		})
 	}
 }
 

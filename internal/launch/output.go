@@ -46,6 +46,8 @@ type console struct {
 	abandon func()        // drops the queue and all later chunks
 
 	lost error // error of the first failed write, or nil; valid once done is closed
+	// unread delivers the errors of writes to a pipe that nobody reads any more, except while one is in it.
+	unread chan error
 }
 
 // sink is a file that the console writes to.
@@ -59,6 +61,8 @@ func newConsole(out, err io.Writer) *console {
 		queue: make(chan chunk, queuedChunks),
 		quit:  make(chan struct{}),
 		done:  make(chan struct{}),
+
+		unread: make(chan error, 1),
 	}
 	c.files[0] = &sink{Writer: out}
 	c.files[1] = c.files[0]
@@ -160,8 +164,17 @@ func (c *console) write(k chunk) {
 	if len(text) == 0 {
 		return
 	}
-	if _, err := f.Write(text); err != nil && c.lost == nil {
-		c.lost = fmt.Errorf("launch: output was lost: %w", err)
+	if _, err := f.Write(text); err != nil {
+		err = fmt.Errorf("launch: output was lost: %w", err)
+		if c.lost == nil {
+			c.lost = err
+		}
+		if errors.Is(err, unix.EPIPE) {
+			select {
+			case c.unread <- err:
+			default:
+			}
+		}
 	}
 	f.open = k.from
 	if text[len(text)-1] == '\n' {

@@ -109,6 +109,7 @@ func (j *job) supervise(ctx context.Context) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
+	unread := j.console.unread
 	for (j.agents.open > 0 || j.mayStart()) && j.phase != givenUp {
 		var expired <-chan time.Time
 		at := j.deadline
@@ -139,6 +140,10 @@ func (j *job) supervise(ctx context.Context) {
 			j.surveys.asking = false
 		case <-j.o.Failed:
 			j.handleFailure()
+		case err := <-unread:
+			unread = nil
+			// Ctrl-C also ends the reader, and perhaps before its signal arrives here.
+			time.AfterFunc(j.o.Echo, func() { j.inbox.post(func() { j.handleUnread(err) }) })
 		case <-done:
 			done = nil
 			j.cause = context.Cause(ctx)
@@ -363,6 +368,18 @@ func (j *job) handleSignal(s os.Signal) {
 			j.end(unix.SIGTERM)
 		}
 	}
+}
+
+// handleUnread ends the job as SIGTERM does, because its output is not read any more. err is the error of a
+// write.
+func (j *job) handleUnread(err error) {
+	if j.asked || j.failed || j.phase >= terminating {
+		return
+	}
+	j.asked, j.signal = true, unix.SIGPIPE
+	j.console.note("%s; waiting %v for the %s to end; a signal kills them", strings.TrimPrefix(err.Error(), "launch: "), j.o.Grace,
+		j.o.processes())
+	j.end(unix.SIGTERM)
 }
 
 // isEcho reports whether s repeats the signal that has ended the job, so soon after it that both probably
