@@ -1,9 +1,11 @@
 package launch
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -171,6 +173,9 @@ func (j *job) startMember(p elastic.Member) {
 	if k == nil {
 		k = j.addSlot(p.Slot)
 	}
+	if k == nil || j.members.over {
+		return
+	}
 	k.conn = j.agents.to(p.Host)
 	k.member, k.waits = p, true
 	j.startWaiting(k)
@@ -202,7 +207,9 @@ func (j *job) startWaiting(k *rank) {
 	j.agents.send(k.conn, order{Start: &index, Env: env, streams: k.streams[:]})
 }
 
-// addSlot makes the state of a slot at which no process was started before.
+// addSlot makes the state of a slot at which no process was started before. If its output files cannot be made,
+// it returns nil and ends the job, as for other mistakes of the user, unless there have been ranks. A job that
+// trains goes on without these files.
 func (j *job) addSlot(s elastic.Slot) *rank {
 	title := s.String()
 	label := title
@@ -210,9 +217,16 @@ func (j *job) addSlot(s elastic.Slot) *rank {
 		label = strconv.Itoa(s.Index)
 	}
 	k := &rank{number: len(j.ranks), title: title, ended: true, gone: true, exit: Exit{Host: s.Host}}
-	if err := k.makeStreams(j.o, j.console, label, fmt.Sprintf("%s.%d", s.Host, s.Index)); err != nil {
-		j.stopMachine()
-		j.abort(err)
+	k.makeStreams(j.o, j.console, label)
+	if err := k.createFiles(j.o.OutputDir, fmt.Sprintf("%s.%d", s.Host, s.Index)); err != nil {
+		if !j.members.machine.HasRoster() {
+			j.stopMachine()
+			j.abort(err)
+			return nil
+		}
+		j.console.note("warning: %s: %s", title, strings.TrimPrefix(err.Error(), "launch: "))
+		k.streams[0].path, k.streams[1].path = "", ""
+		k.streams[0].fileErr = errors.Unwrap(err)
 	}
 	j.ranks = append(j.ranks, k)
 	j.members.slots[s] = k

@@ -287,13 +287,18 @@ func TestElasticFailures(t *testing.T) {
 		{"agent fails", spec{NP: 1, Hosts: "h1", Reach: byShell("echo no route >&2; exit 255")},
 			elasticSpec{Min: 1, Discover: true}, "echo h1", "", 1,
 			"h1:0: lost host h1: env: exit status 255: no route, before it was a rank"},
+		{"no output files", spec{NP: 2, Hosts: "h1,h2", OutputDir: "hosts"}, elasticSpec{Min: 1}, "", "exit 3", 1,
+			"launch: create the output files: mkdir hosts: not a directory\n"},
+		{"no output files of a later slot", spec{NP: 1, Hosts: "h1", OutputDir: "."}, elasticSpec{Min: 1, Discover: true},
+			">h2.0; echo h1", `roster 1 && tell synced 1 && hosts h1 h2; roster 2; tell done`, 1,
+			"launch: h2:0: output file is incomplete: mkdir h2.0: not a directory\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			dir := t.TempDir()
 			writeFile(filepath.Join(dir, "hosts"), c.hosts)
 			s := c.spec
-			s.Elastic = &c.el
+			s.Elastic, s.dir = &c.el, dir
 			s.Elastic.Folder = dir
 			if s.Command == nil {
 				s.Command = elasticScript(dir, c.script)

@@ -400,7 +400,8 @@ func (j *job) makeRanks() error {
 		if j.o.Nodes != nil {
 			label, folder = k.title, strings.ReplaceAll(k.title, " ", ".")
 		}
-		if err := k.makeStreams(j.o, j.console, label, folder); err != nil {
+		k.makeStreams(j.o, j.console, label)
+		if err := k.createFiles(j.o.OutputDir, folder); err != nil {
 			return err
 		}
 		k.conn.streams = append(k.conn.streams, k.streams[:]...)
@@ -408,9 +409,9 @@ func (j *job) makeRanks() error {
 	return nil
 }
 
-// makeStreams makes the streams and the output files of the first process of k. label is the name of the
-// process in the prefix of its lines, and folder its folder in Options.OutputDir.
-func (k *rank) makeStreams(o *Options, c *console, label, folder string) error {
+// makeStreams makes the streams of the first process of k. label is the name of the process in the prefix of
+// its lines.
+func (k *rank) makeStreams(o *Options, c *console, label string) {
 	for i, name := range [2]string{"stdout", "stderr"} {
 		s := &stream{console: c, err: i == 1, timestamp: o.Timestamp, done: make(chan struct{})}
 		k.streams[i] = s
@@ -420,10 +421,21 @@ func (k *rank) makeStreams(o *Options, c *console, label, folder string) error {
 		if s.err {
 			s.tail = new(tail)
 		}
-		if o.OutputDir == "" {
-			continue
-		}
-		if err := s.create(o.OutputDir, folder, name); err != nil {
+	}
+}
+
+// createFiles creates the output files of the streams of k in a folder of the folder dir, unless dir is empty.
+// On an error, it closes them.
+func (k *rank) createFiles(dir, folder string) error {
+	if dir == "" {
+		return nil
+	}
+	for i, name := range [2]string{"stdout", "stderr"} {
+		if err := k.streams[i].create(dir, folder, name); err != nil {
+			for _, s := range k.streams {
+				s.file.Close() // it may be nil
+				s.file = nil
+			}
 			return fmt.Errorf("launch: create the output files: %w", err)
 		}
 	}
