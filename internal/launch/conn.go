@@ -55,9 +55,10 @@ type agentConn struct {
 	closed  chan struct{}
 	serving bool
 
-	// ready is set when the agent can start its ranks, and over when no process of its ranks is left. Only
-	// the supervisor's goroutine uses the two fields.
+	// ready is set when the agent can start its ranks, and over when no process of its ranks is left. late is
+	// the time limit until then in an elastic job. Only the supervisor's goroutine uses the three fields.
 	ready, over bool
+	late        *time.Timer
 	dropped     atomic.Bool // the launcher has cut the connection, because the agent has refused a rank
 
 	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
@@ -170,9 +171,24 @@ func (a *agents) connect(conns []*agentConn) {
 			continue
 		}
 		a.writers.Go(func() { a.serveAgent(c) })
+		if o := a.spec.o; o.Elastic != nil {
+			c.late = time.AfterFunc(o.Start, func() {
+				a.inbox.post(func() {
+					if !c.ready && !c.over {
+						a.supervisor.handleLoss(c, notReady(o.Start), time.Now())
+						a.cut(c)
+					}
+				})
+			})
+		}
 	}
 	a.family.complete(commands)
 	a.commands = append(a.commands, commands)
+}
+
+// notReady returns the error for an agent that was not ready in time.
+func notReady(limit time.Duration) error {
+	return fmt.Errorf("its agent was not ready within %v", limit)
 }
 
 // startAgent starts the agent for c.host. The agent is a goroutine in this process, or the command that runs

@@ -245,6 +245,7 @@ func (j *job) handleLeave(c *agentConn) {
 
 // handleElasticReady begins to start processes on the host of c.
 func (j *job) handleElasticReady(c *agentConn) {
+	c.late.Stop()
 	j.agents.send(c, order{Begin: true})
 	for _, k := range j.ranks {
 		if k.conn == c {

@@ -146,7 +146,8 @@ type Options struct {
 	Reach func(host string, words []string) []string
 	// AgentPath is the path, on the other hosts, of the program that calls AgentMain.
 	AgentPath string
-	// Start is the time limit for all hosts to get ready to start their ranks. The default is 30 s.
+	// Start is the time limit for all hosts to get ready to start their ranks. In an elastic job it holds for
+	// each host. The default is 30 s.
 	Start time.Duration
 	// Liveness is how long the launcher and an agent may receive nothing from each other. After that the
 	// launcher considers the host lost, and the agent kills its ranks. The default is 10 s. It must be at

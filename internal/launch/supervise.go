@@ -403,7 +403,7 @@ func (j *job) expire() {
 				late = append(late, c.host)
 			}
 		}
-		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("its agent was not ready within %v", j.o.Start)})
+		j.abort(&HostError{strings.Join(late, ", "), notReady(j.o.Start)})
 	case noticing:
 		j.console.verbosef("sending SIGTERM to the %s that are still alive", j.o.processes())
 		j.end(unix.SIGTERM)
