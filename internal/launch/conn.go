@@ -55,11 +55,12 @@ type agentConn struct {
 	closed  chan struct{}
 	serving bool
 
-	// ready is set when the agent can start its ranks, and over when no process of its ranks is left. late is
-	// the time limit until then in an elastic job. Only the supervisor's goroutine uses the three fields.
-	ready, over bool
-	late        *time.Timer
-	dropped     atomic.Bool // the launcher has cut the connection, because the agent has refused a rank
+	// pending is set until connect begins to start the agent. ready is set when the agent can start its ranks,
+	// and over when no process of its ranks is left. late is the time limit until ready in an elastic job. Only
+	// the supervisor's goroutine uses the four fields.
+	pending, ready, over bool
+	late                 *time.Timer
+	dropped              atomic.Bool // the launcher has cut the connection, because the agent has refused a rank
 
 	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
 	// mean that a rank has failed. It is valid after agents.writers is done.
@@ -99,7 +100,8 @@ func (b *inbox) post(f func()) bool {
 }
 
 // agents starts the agents of the hosts and has the connections to them. The first four fields do not
-// change, and the others belong to the supervisor's goroutine unless noted otherwise. Goroutines that serve
+// change, and the others belong to the supervisor's goroutine unless noted otherwise. A goroutine may read the
+// elements of hosts. Goroutines that serve
 // connections post calls of supervisor to inbox.
 type agents struct {
 	spec       *spec
@@ -108,7 +110,9 @@ type agents struct {
 	supervisor supervisor
 
 	conns []*agentConn
-	open  int // number of hosts with processes of ranks: elements of conns whose over is not set
+	open  int          // number of hosts with processes of ranks: elements of conns whose over is not set
+	added []*agentConn // connections for connectAdded
+	hosts []string     // the hosts that an elastic job may use now
 
 	family      family         // has a lock of its own
 	commands    []*batch       // the commands that reach agents
@@ -119,7 +123,7 @@ type agents struct {
 
 // add adds a connection to a host, whose agent connect is to start.
 func (a *agents) add(host string) *agentConn {
-	c := &agentConn{host: host, local: IsThisHost(host), orders: make(chan order, maxOrders),
+	c := &agentConn{host: host, local: IsThisHost(host), pending: true, orders: make(chan order, maxOrders),
 		closed: make(chan struct{})}
 	if !c.local {
 		c.liveness = a.spec.o.Liveness
@@ -129,14 +133,27 @@ func (a *agents) add(host string) *agentConn {
 	return c
 }
 
-// to returns the connection to the agent of a host. It starts the agent if there is none.
+// to returns the connection to the agent of a host. If there is none, it adds one for connectAdded.
 func (a *agents) to(host string) *agentConn {
 	if i := slices.IndexFunc(a.conns, func(c *agentConn) bool { return c.host == host && !c.over }); i >= 0 {
 		return a.conns[i]
 	}
 	c := a.add(host)
-	a.connect([]*agentConn{c})
+	a.added = append(a.added, c)
 	return c
+}
+
+// connectAdded starts the agents of hosts that were added. A goroutine looks up the routes before, until ctx
+// ends, because the supervision must not wait for a name server.
+func (a *agents) connectAdded(ctx context.Context) {
+	conns, hosts := a.added, a.hosts
+	if a.added = nil; len(conns) == 0 {
+		return
+	}
+	a.writers.Go(func() {
+		routes := a.routes(ctx, conns, hosts)
+		a.inbox.post(func() { a.connect(conns, routes) })
+	})
 }
 
 // setOver records that no process of the ranks is left on the host of c.
@@ -147,14 +164,19 @@ func (a *agents) setOver(c *agentConn) {
 	}
 }
 
-// connect starts the agents of hosts, and for each agent a goroutine that serves the connection to it.
-func (a *agents) connect(conns []*agentConn) {
+// connect starts the agents of hosts, and for each agent a goroutine that serves the connection to it. It omits
+// those whose over is set. routes is what the method routes has returned for conns.
+func (a *agents) connect(conns []*agentConn, routes []netip.Addr) {
 	commands := newBatch()
-	jobs, err := a.hostJobs(conns)
+	jobs, err := a.hostJobs(conns, routes)
 	if err == nil {
 		err = a.family.adopt()
 	}
 	for i, c := range conns {
+		if c.over {
+			continue
+		}
+		c.pending = false
 		if err == nil {
 			c.orders <- order{Job: &jobs[i]}
 			err = a.startAgent(commands, c)
@@ -241,11 +263,10 @@ func (a *agents) startAgent(commands *batch, c *agentConn) error {
 }
 
 // hostJobs returns for each of the hosts the job that is sent to its agent in the first order.
-func (a *agents) hostJobs(conns []*agentConn) ([]hostJob, error) {
+func (a *agents) hostJobs(conns []*agentConn, routes []netip.Addr) ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(a.spec.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(a.spec.o.Set, nameOf(v))
 	})
-	routes := a.routes(conns)
 	jobs := make([]hostJob, len(conns))
 	for i, c := range conns {
 		jobs[i] = hostJob{Command: a.spec.o.Command, Env: travelling, Secret: words{a.spec.o.Secret},
@@ -284,24 +305,36 @@ func (a *agents) hostJobs(conns []*agentConn) ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes returns, for each of the hosts, the address of this host from which it sends packets to that host.
-// If the address is not known, the entry is invalid, for instance because the name is an alias that only ssh
-// understands. The entry of this host itself is the first of the addresses found that is also an address of
-// the store, because this host must reach the store at the same address as the other hosts.
-func (a *agents) routes(conns []*agentConn) []netip.Addr {
-	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
+// routes returns, for each of the hosts of conns, the address of this host from which it sends packets to that
+// host. If the address is not known, the entry is invalid, for instance because the name is an alias that only
+// ssh understands. The entry of this host itself is the first of the addresses found that is also an address of
+// the store, because this host must reach the store at the same address as the other hosts. It may be that of
+// one of others, which are further hosts of the job.
+func (a *agents) routes(ctx context.Context, conns []*agentConn, others []string) []netip.Addr {
+	ctx, cancel := context.WithTimeout(ctx, routeWait)
 	defer cancel()
-	found := make([]netip.Addr, len(conns))
+	var hosts []string
+	for _, c := range conns {
+		hosts = append(hosts, c.host)
+	}
+	if slices.ContainsFunc(conns, func(c *agentConn) bool { return c.local }) {
+		for _, h := range others {
+			if !slices.Contains(hosts, h) {
+				hosts = append(hosts, h)
+			}
+		}
+	}
+	found := make([]netip.Addr, len(hosts))
 	var searches sync.WaitGroup
-	for i, c := range conns {
-		if c.local {
+	for i, host := range hosts {
+		if IsThisHost(host) {
 			continue
 		}
 		searches.Go(func() {
 			var d net.Dialer
 			// Connecting a datagram socket sends nothing. It only looks up the route.
 			conn, err := d.DialContext(ctx, "udp",
-				net.JoinHostPort(c.host[strings.LastIndexByte(c.host, '@')+1:], "9"))
+				net.JoinHostPort(host[strings.LastIndexByte(host, '@')+1:], "9"))
 			if err != nil {
 				return
 			}
@@ -320,7 +353,7 @@ func (a *agents) routes(conns []*agentConn) []netip.Addr {
 			found[i] = found[first]
 		}
 	}
-	return found
+	return found[:len(conns)]
 }
 
 // serveAgent handles the notices from an agent until the connection ends.
@@ -584,8 +617,12 @@ func (a *agents) sendAll(o order) {
 	}
 }
 
-// send queues o for an agent. It does not block: if the queue of the agent is full, the agent is killed.
+// send queues o for an agent, unless connect has not begun to start it. It does not block: if the queue of the
+// agent is full, the agent is killed.
 func (a *agents) send(c *agentConn, o order) {
+	if c.pending {
+		return
+	}
 	select {
 	case c.orders <- o:
 	default:

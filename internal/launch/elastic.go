@@ -92,10 +92,11 @@ func (j *job) handleDiscovery(hosts []Host, err error, first bool) {
 }
 
 func (j *job) discovered(hosts []Host) {
-	all := make([]elastic.Host, len(hosts))
+	all, names := make([]elastic.Host, len(hosts)), make([]string, len(hosts))
 	for i, h := range hosts {
-		all[i] = elastic.Host(h)
+		all[i], names[i] = elastic.Host(h), h.Name
 	}
+	j.agents.hosts = names
 	j.tell(func(m *elastic.Machine, now time.Time) elastic.Output { return m.Discovered(now, all) })
 }
 
@@ -145,6 +146,7 @@ func (j *job) carryOut(o elastic.Output) {
 	for _, p := range o.Start {
 		j.startMember(p)
 	}
+	j.agents.connectAdded(j.supervision)
 	if o.Resume != nil {
 		j.o.Elastic.Resumed(o.Resume)
 		j.members.changes.addResume(o.Resume)
@@ -347,7 +349,12 @@ func (j *job) stopMachine() {
 		k.waits = false
 	}
 	for _, c := range j.agents.conns {
-		if !c.ready && !c.over {
+		switch {
+		case c.over || c.ready:
+		case c.pending:
+			j.agents.setOver(c)
+			c.close()
+		default:
 			j.agents.cut(c) // it would wait for an order to begin
 		}
 	}

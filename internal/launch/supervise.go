@@ -84,7 +84,7 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	}
 	j.enter(preparing, j.o.Start)
 	if j.o.Elastic == nil {
-		j.agents.connect(j.agents.conns)
+		j.agents.connect(j.agents.conns, j.agents.routes(ctx, j.agents.conns, nil))
 	}
 	j.supervise(ctx)
 	result, err := j.conclude(ctx)
