@@ -433,11 +433,14 @@ func (m *Machine) end(reason string, culprit *Member) {
 // mayEnd reports whether k is killed only at its deadline.
 func (k *member) mayEnd() bool { return k.state == killed && !k.deadline.IsZero() }
 
-// overdue kills the processes whose deadlines have passed.
+// overdue kills the processes whose deadlines have passed. If this is noticed long after the deadline, the
+// launcher was stopped or busy, and the answers of the processes may wait for it. Then they get a new deadline.
 func (m *Machine) overdue() {
 	for _, k := range m.members {
 		switch {
 		case k.deadline.IsZero() || k.deadline.After(m.now):
+		case k.state == active && m.now.Sub(k.deadline) > m.cfg.Answer/10:
+			k.deadline = m.now.Add(m.cfg.Answer)
 		case k.state == active && !k.done:
 			m.fail(k, fmt.Sprintf("did not answer hvdrun within %v", m.cfg.Answer))
 			m.kill(k)

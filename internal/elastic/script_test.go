@@ -31,6 +31,7 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print into tes
 //	leave-host h2 preempted
 //	done all                the training has returned
 //	wait 10s                time passes
+//	late 10s                time passes without a tick, because the launcher was stopped
 //	places                  prints the topology of the newest roster
 //
 // h1:0/2 is the second process at slot 0 of h1. Lines that begin with # are comments.
@@ -129,12 +130,18 @@ func (p *player) event(words []string) {
 		}
 	case "wait":
 		for end := p.now.Add(p.duration(rest[0])); p.now.Before(end); {
+			last := p.now
 			p.now = end
 			if next := p.m.Next(); !next.IsZero() && next.Before(end) {
 				p.now = next
 			}
+			if p.now.Before(last) { // after the event late
+				p.now = last
+			}
 			p.print(p.m.Tick(p.now))
 		}
+	case "late":
+		p.now = p.now.Add(p.duration(rest[0]))
 	case "places":
 		for i, at := range p.roster.Topology() {
 			fmt.Fprintf(&p.out, "> %v: rank %d/%d local %d/%d cross %d/%d\n", p.roster.Members[i], at.Rank, at.Size,
