@@ -25,7 +25,7 @@ type Machine struct {
 	earlier []*Roster // some before the newest one
 	begun   bool      // processes were started
 	skipped bool      // a process has ended with status 0 before there were ranks
-	noted   int       // how many slots there were in the newest note about them
+	noted   int       // how many slots there were in the newest note about them, or -1
 	resets  int
 	trains  uint64  // the last generation that has resumed the training
 	culprit *Member // the first rank that has failed since the newest roster, or process before the first one
@@ -74,7 +74,7 @@ type exclusion struct {
 
 // New returns the machine of a job. The job waits for slots from the time now.
 func New(cfg Config, now time.Time) *Machine {
-	return &Machine{cfg: cfg, now: now, waitsSince: now, excluded: make(map[Slot]*exclusion),
+	return &Machine{cfg: cfg, now: now, waitsSince: now, noted: -1, excluded: make(map[Slot]*exclusion),
 		started: make(map[Slot]int), departed: make(map[Slot]bool)}
 }
 
@@ -597,13 +597,16 @@ func (m *Machine) form() {
 // awaitSlots waits for the slots that there must be before any process is started.
 func (m *Machine) awaitSlots() {
 	have, want := len(m.usable()), max(m.cfg.Start, m.cfg.Min)
-	if have != m.noted && m.hosts != nil {
-		verb := "are"
+	if have != m.noted {
+		verb, slots := "are", "slots"
 		m.noted = have
 		if have == 1 {
 			verb = "is"
 		}
-		m.note("waiting up to %v for %d slots; there %s %d", m.cfg.Timeout, want, verb, have)
+		if want == 1 {
+			slots = "slot"
+		}
+		m.note("waiting up to %v for %d %s; there %s %d", m.cfg.Timeout, want, slots, verb, have)
 	}
 	m.expire(have, want)
 }

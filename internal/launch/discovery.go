@@ -29,10 +29,12 @@ type Discovery struct {
 const readGrace = 200 * time.Millisecond
 
 // run runs the program once, as a child of the family children and with the environment env, and returns the
-// hosts that it prints.
-func (d *Discovery) run(ctx context.Context, children *family, env []string) ([]Host, error) {
-	fail := func(format string, args ...any) ([]Host, error) {
-		return nil, fmt.Errorf("host discovery: %s: "+format, append([]any{d.Command}, args...)...)
+// hosts that it prints. If it succeeds without printing a host, warning has the last line of its standard error,
+// if there is one.
+func (d *Discovery) run(ctx context.Context, children *family, env []string) (hosts []Host, warning string,
+	err error) {
+	fail := func(format string, args ...any) ([]Host, string, error) {
+		return nil, "", fmt.Errorf("host discovery: %s: "+format, append([]any{d.Command}, args...)...)
 	}
 	null, err := os.Open(os.DevNull)
 	if err != nil {
@@ -70,19 +72,24 @@ func (d *Discovery) run(ctx context.Context, children *family, env []string) ([]
 		_ = f.SetReadDeadline(time.Now().Add(readGrace))
 	}
 	read.Wait()
+	last := lastLine(output[1])
 	switch {
 	case timedOut:
 		return fail("killed, because it has not ended within %v", d.Limit)
 	case status.Signaled():
 		return fail("killed by %s", unix.SignalName(status.Signal()))
+	case status.ExitStatus() != 0 && last == "":
+		return fail("exit status %d", status.ExitStatus())
 	case status.ExitStatus() != 0:
-		return fail("exit status %d: %s", status.ExitStatus(), lastLine(output[1]))
+		return fail("exit status %d: %s", status.ExitStatus(), last)
 	}
-	hosts, err := d.parse(output[0])
-	if err != nil {
+	if hosts, err = d.parse(output[0]); err != nil {
 		return fail("%w", err)
 	}
-	return hosts, nil
+	if len(hosts) == 0 && last != "" {
+		warning = fmt.Sprintf("host discovery: %s: it has printed no hosts: %s", d.Command, last)
+	}
+	return hosts, warning, nil
 }
 
 // parse parses the output of the program.

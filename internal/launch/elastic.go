@@ -41,7 +41,7 @@ type membership struct {
 	slots   map[elastic.Slot]*rank // the state of each slot at which a process was started
 	roster  *elastic.Roster        // the newest one, or nil
 	changes changes
-	warned  string // the newest warning of discovery
+	warned  string // the warning of the last run of discovery, or ""
 	ending  string // why the job has failed, or ""
 }
 
@@ -64,8 +64,8 @@ func (j *job) beginElastic() {
 	ctx := j.supervision
 	j.watchers.Go(func() {
 		for first := true; ; first = false {
-			hosts, err := e.Discovery.run(ctx, &j.agents.family, j.o.Env)
-			if ctx.Err() != nil || !j.inbox.post(func() { j.handleDiscovery(hosts, err, first) }) {
+			hosts, warning, err := e.Discovery.run(ctx, &j.agents.family, j.o.Env)
+			if ctx.Err() != nil || !j.inbox.post(func() { j.handleDiscovery(hosts, warning, err, first) }) {
 				return
 			}
 			select {
@@ -78,16 +78,21 @@ func (j *job) beginElastic() {
 }
 
 // handleDiscovery handles the result of a call of Discovery.run.
-func (j *job) handleDiscovery(hosts []Host, err error, first bool) {
-	switch {
-	case err == nil:
-		j.discovered(hosts)
-	case first:
+func (j *job) handleDiscovery(hosts []Host, warning string, err error, first bool) {
+	if err != nil && first {
 		j.stopMachine()
 		j.abort(err)
-	case err.Error() != j.members.warned:
-		j.members.warned = err.Error()
-		j.console.note("warning: %v; the hosts stay as they were", err)
+		return
+	}
+	if err != nil {
+		warning = err.Error() + "; the hosts stay as they were"
+	}
+	if warning != "" && warning != j.members.warned {
+		j.console.note("warning: %s", warning)
+	}
+	j.members.warned = warning
+	if err == nil {
+		j.discovered(hosts)
 	}
 }
 

@@ -259,6 +259,29 @@ esac`)})
 	}
 }
 
+// TestElasticDiscovery checks what is printed if the script finds no hosts, and if it fails twice.
+func TestElasticDiscovery(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	writeFile(filepath.Join(dir, "hosts"), `cd `+dir+`; echo >>calls; case $(wc -l <calls) in
+[12]) echo all are down >&2;; 3|5) echo h1;; [467]) exit 3;; *) : >enough; echo h1;;
+esac`)
+	r := start(t, spec{NP: 1, Hosts: "h1", Elastic: &elasticSpec{Min: 1, Folder: dir, Discover: true},
+		Command: elasticScript(dir, `roster 1; tell synced 1; await enough; tell done`)})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	for want, n := range map[string]int{
+		"hvdrun: waiting up to 1m0s for 1 slot; there are 0\n":                                 1,
+		"/hosts: it has printed no hosts: all are down\n":                                       1,
+		"hvdrun: warning: host discovery: . " + dir + "/hosts: exit status 3; the hosts stay": 2,
+	} {
+		if got := strings.Count(r.stderr.String(), want); got != n {
+			t.Errorf("got %d times %q, want %d", got, want, n)
+		}
+	}
+}
+
 // TestElasticFailures checks jobs that cannot go on.
 func TestElasticFailures(t *testing.T) {
 	for _, c := range []struct {
