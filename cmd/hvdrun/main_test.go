@@ -164,7 +164,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"--servers", "1", "--workers", "2", "-H", "h1:1,h2:1"}, touch...),
 			"got 1 servers and 2 workers, but the hosts have only 2 slots"},
 		{append([]string{"-np", "2", "--restarts", "1"}, touch...),
-			"--restarts requires --servers and --workers: hvdrun does not start ranks again"},
+			"--restarts requires --servers and --workers: for ranks, give --min-np (docs/elastic.md)"},
 		{append([]string{"--mpi", "-np", "2", "--restarts", "1"}, touch...),
 			"--restarts requires --servers and --workers"},
 		{append([]string{"--servers", "1", "--workers", "1", "--restarts", "-1"}, touch...),

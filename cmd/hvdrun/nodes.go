@@ -21,8 +21,7 @@ const recoverySeconds = "60"
 func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 	if !given.Changed("servers") && !given.Changed("workers") {
 		if given.Changed("restarts") {
-			return nil, usagef("--restarts requires --servers and --workers: hvdrun does not start ranks again, " +
-				"because this version has no elastic jobs")
+			return nil, usagef("--restarts requires --servers and --workers: for ranks, give --min-np (docs/elastic.md)")
 		}
 		return nil, nil
 	}

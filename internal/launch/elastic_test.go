@@ -272,8 +272,8 @@ esac`)
 		t.Errorf("got exit status %d, want 0", got)
 	}
 	for want, n := range map[string]int{
-		"hvdrun: waiting up to 1m0s for 1 slot; there are 0\n":                                 1,
-		"/hosts: it has printed no hosts: all are down\n":                                       1,
+		"hvdrun: waiting up to 1m0s for 1 slot; there are 0\n":                                1,
+		"/hosts: it has printed no hosts: all are down\n":                                     1,
 		"hvdrun: warning: host discovery: . " + dir + "/hosts: exit status 3; the hosts stay": 2,
 	} {
 		if got := strings.Count(r.stderr.String(), want); got != n {
