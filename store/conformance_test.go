@@ -7,6 +7,7 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap/zaptest"
 
+	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/storetest"
@@ -67,5 +68,12 @@ func TestPrefixStoreConforms(t *testing.T) {
 				return store.NewPrefixStore("outer", store.NewPrefixStore("in/ner", under.open(t)))
 			})
 		})
+	}
+}
+
+// A rank of hvdrun has two connections in an elastic job and with --mpi, and hosts connect before the ranks start.
+func TestClientsOfJob(t *testing.T) {
+	if want := 3 * launch.MaxRanks; store.MaxClients < want {
+		t.Errorf("got at most %d clients, want at least %d", store.MaxClients, want)
 	}
 }

@@ -16,8 +16,8 @@ import (
 
 // Limits of a Server.
 const (
-	maxClients        = 4096 // maximum number of connections
-	maxWaitsPerClient = 1024 // maximum number of waiting calls of one connection
+	maxClients        = 16 << 10 // maximum number of connections
+	maxWaitsPerClient = 1024     // maximum number of waiting calls of one connection
 	serverIOTimeout   = 10 * time.Second
 
 	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the replies of all clients

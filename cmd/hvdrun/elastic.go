@@ -47,7 +47,7 @@ func (e *elasticFlags) group() group {
 	f.StringVar(&e.min, "min-num-proc", "",
 		"minimum number `N` of ranks of an elastic job; also --min-np. With fewer ranks the training pauses (default: -np)")
 	f.StringVar(&e.max, "max-num-proc", "",
-		"maximum number `N` of ranks of an elastic job; also --max-np (default: all slots)")
+		"maximum number `N` of ranks of an elastic job; also --max-np (default: all slots, at most 4096)")
 	f.IntVar(&e.spares, "spares", 0,
 		"number `N` of processes that are started besides --max-np (default: -np) ranks, and take the places of ranks that fail")
 	f.StringVar(&e.discovery, "host-discovery-script", "",
@@ -132,8 +132,8 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 			return nil, usagef("--max-np: got %q, want a number from %d, the value of -np, to %d", e.max, np, launch.MaxRanks)
 		}
 	}
-	if e.spares < 0 || e.spares > launch.MaxRanks {
-		return nil, usagef("--spares: got %d, want a number from 0 to %d", e.spares, launch.MaxRanks)
+	if most := launch.MaxRanks - max(c.Max, np); e.spares < 0 || e.spares > most {
+		return nil, usagef("--spares: got %d, want a number from 0 to %d", e.spares, most)
 	}
 	c.Spares = e.spares
 	if c.Spares > 0 && c.Max == 0 {

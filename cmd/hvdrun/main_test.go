@@ -232,6 +232,8 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--max-np", "2"}, touch...),
 			"--max-num-proc is for elastic jobs: give --min-np or --host-discovery-script too"},
 		{append([]string{"-np", "2", "--min-np", "1", "--spares", "-1"}, touch...), "--spares: got -1"},
+		{append([]string{"-np", "2", "--min-np", "1", "--max-np", "4000", "--spares", "97"}, touch...),
+			"--spares: got 97, want a number from 0 to 96"},
 		{append([]string{"-np", "2", "--spares", "1"}, touch...), "--spares is for elastic jobs"},
 		{append([]string{"-np", "2", "--min-np", "1", "--blacklist", "rack"}, touch...),
 			`--blacklist: got "rack", want slot or host`},

@@ -26,8 +26,8 @@ const (
 	endWait = 2 * time.Second
 	// routeWait is the time limit for looking up the routes to all hosts.
 	routeWait = 2 * time.Second
-	// maxOrders is how many orders may wait for an agent to read them. If there are more, the launcher kills
-	// the agent.
+	// maxOrders is how many orders may wait for an agent to read them, besides those of an elastic job to start
+	// ranks. If there are more, the launcher kills the agent.
 	maxOrders = 1000
 )
 
@@ -60,7 +60,9 @@ type agentConn struct {
 	// the supervisor's goroutine uses the four fields.
 	pending, ready, over bool
 	late                 *time.Timer
-	dropped              atomic.Bool // the launcher has cut the connection, because the agent has refused a rank
+	// dropped is set when the launcher has cut the connection, because the agent has refused a rank or was not
+	// ready in time.
+	dropped atomic.Bool
 
 	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
 	// mean that a rank has failed. It is valid after agents.writers is done.
@@ -123,7 +125,11 @@ type agents struct {
 
 // add adds a connection to a host, whose agent connect is to start.
 func (a *agents) add(host string) *agentConn {
-	c := &agentConn{host: host, local: IsThisHost(host), pending: true, orders: make(chan order, maxOrders),
+	size := maxOrders
+	if a.spec.o.Elastic != nil {
+		size += MaxRanks
+	}
+	c := &agentConn{host: host, local: IsThisHost(host), pending: true, orders: make(chan order, size),
 		closed: make(chan struct{})}
 	if !c.local {
 		c.liveness = a.spec.o.Liveness
@@ -197,6 +203,7 @@ func (a *agents) connect(conns []*agentConn, routes []netip.Addr) {
 			c.late = time.AfterFunc(o.Start, func() {
 				a.inbox.post(func() {
 					if !c.ready && !c.over {
+						c.dropped.Store(true)
 						a.supervisor.handleLoss(c, notReady(o.Start), time.Now())
 						a.cut(c)
 					}

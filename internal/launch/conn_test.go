@@ -52,3 +52,16 @@ func TestSlowNames(t *testing.T) {
 		a.writers.Wait()
 	})
 }
+
+// As many starts as there may be ranks can wait until the agent of a host reads them.
+func TestOrdersOfElasticJob(t *testing.T) {
+	a := newElasticAgents()
+	c := a.to("localhost")
+	c.pending = false
+	for range MaxRanks {
+		a.send(c, order{Start: new(int)})
+	}
+	if n := len(c.orders); n != MaxRanks {
+		t.Errorf("%d orders wait, want %d", n, MaxRanks)
+	}
+}

@@ -20,7 +20,7 @@ const MemberVariable = "HVD_MEMBER"
 // Elastic makes a job elastic: its ranks may die, leave and be added. Then Options.NP is the number of slots
 // that there must be at the start.
 type Elastic struct {
-	// Config says what the job wants. Run sets Start, Notice and Random.
+	// Config says what the job wants. Run sets Start, Notice and Random, and Max to MaxRanks if it is 0.
 	Config elastic.Config
 	// Discovery finds the hosts. The job fails if the first run of its program fails. If a later one fails,
 	// the hosts stay as they were. If Discovery is nil, the hosts are Options.Hosts.
@@ -211,7 +211,7 @@ func (j *job) startWaiting(k *rank) {
 	if !j.spec.several {
 		env = append(env, storeVariables(j.o.StoreAddrs[0])...)
 	}
-	j.agents.send(k.conn, order{Start: &index, Env: env, streams: k.streams[:]})
+	j.agents.send(k.conn, order{Start: &index, Env: env, streams: slices.Clone(k.streams[:])})
 }
 
 // addSlot makes the state of a slot at which no process was started before. If its output files cannot be made,

@@ -315,6 +315,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		if len(o.Hosts) == 0 && o.Elastic.Discovery == nil {
 			o.Hosts = []Host{{Name: self, Slots: max(o.NP, c.Max) + c.Spares}}
 		}
+		c.Max = cmp.Or(c.Max, MaxRanks)
 	}
 	s, err := newSpec(&o, places)
 	if err != nil {
