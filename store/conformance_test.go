@@ -71,7 +71,8 @@ func TestPrefixStoreConforms(t *testing.T) {
 	}
 }
 
-// A rank of hvdrun has two connections in an elastic job and with --mpi, and hosts connect before the ranks start.
+// A rank of hvdrun has two connections in an elastic job and with --mpi, and hosts connect before the ranks
+// start.
 func TestClientsOfJob(t *testing.T) {
 	if want := 3 * launch.MaxRanks; store.MaxClients < want {
 		t.Errorf("got at most %d clients, want at least %d", store.MaxClients, want)

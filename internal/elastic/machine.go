@@ -434,7 +434,8 @@ func (m *Machine) end(reason string, culprit *Member) {
 func (k *member) mayEnd() bool { return k.state == killed && !k.deadline.IsZero() }
 
 // overdue kills the processes whose deadlines have passed. If this is noticed long after the deadline, the
-// launcher was stopped or busy, and the answers of the processes may wait for it. Then they get a new deadline.
+// launcher was stopped or busy, and the answers of the processes may wait for it. Then they get a new
+// deadline.
 func (m *Machine) overdue() {
 	for _, k := range m.members {
 		switch {

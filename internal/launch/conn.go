@@ -26,8 +26,8 @@ const (
 	endWait = 2 * time.Second
 	// routeWait is the time limit for looking up the routes to all hosts.
 	routeWait = 2 * time.Second
-	// maxOrders is how many orders may wait for an agent to read them, besides those of an elastic job to start
-	// ranks. If there are more, the launcher kills the agent.
+	// maxOrders is how many orders may wait for an agent to read them, besides those of an elastic job to
+	// start ranks. If there are more, the launcher kills the agent.
 	maxOrders = 1000
 )
 
@@ -55,13 +55,13 @@ type agentConn struct {
 	closed  chan struct{}
 	serving bool
 
-	// pending is set until connect begins to start the agent. ready is set when the agent can start its ranks,
-	// and over when no process of its ranks is left. late is the time limit until ready in an elastic job. Only
-	// the supervisor's goroutine uses the four fields.
+	// pending is set until connect begins to start the agent. ready is set when the agent can start its
+	// ranks, and over when no process of its ranks is left. late is the time limit until ready in an elastic
+	// job. Only the supervisor's goroutine uses the four fields.
 	pending, ready, over bool
 	late                 *time.Timer
-	// dropped is set when the launcher has cut the connection, because the agent has refused a rank or was not
-	// ready in time.
+	// dropped is set when the launcher has cut the connection, because the agent has refused a rank or was
+	// not ready in time.
 	dropped atomic.Bool
 
 	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
@@ -101,10 +101,9 @@ func (b *inbox) post(f func()) bool {
 	}
 }
 
-// agents starts the agents of the hosts and has the connections to them. The first four fields do not
-// change, and the others belong to the supervisor's goroutine unless noted otherwise. A goroutine may read the
-// elements of hosts. Goroutines that serve
-// connections post calls of supervisor to inbox.
+// agents starts the agents of the hosts and has the connections to them. The first four fields do not change,
+// and the others belong to the supervisor's goroutine unless noted otherwise. A goroutine may read the
+// elements of hosts. Goroutines that serve connections post calls of supervisor to inbox.
 type agents struct {
 	spec       *spec
 	console    *console
@@ -153,7 +152,8 @@ func (a *agents) to(host string) *agentConn {
 // ends, because the supervision must not wait for a name server.
 func (a *agents) connectAdded(ctx context.Context) {
 	conns, hosts := a.added, a.hosts
-	if a.added = nil; len(conns) == 0 {
+	a.added = nil
+	if len(conns) == 0 {
 		return
 	}
 	a.writers.Go(func() {
@@ -170,8 +170,8 @@ func (a *agents) setOver(c *agentConn) {
 	}
 }
 
-// connect starts the agents of hosts, and for each agent a goroutine that serves the connection to it. It omits
-// those whose over is set. routes is what the method routes has returned for conns.
+// connect starts the agents of hosts, and for each agent a goroutine that serves the connection to it. It
+// omits those whose over is set. routes is what the method routes has returned for conns.
 func (a *agents) connect(conns []*agentConn, routes []netip.Addr) {
 	commands := newBatch()
 	jobs, err := a.hostJobs(conns, routes)
@@ -312,11 +312,11 @@ func (a *agents) hostJobs(conns []*agentConn, routes []netip.Addr) ([]hostJob, e
 	return jobs, nil
 }
 
-// routes returns, for each of the hosts of conns, the address of this host from which it sends packets to that
-// host. If the address is not known, the entry is invalid, for instance because the name is an alias that only
-// ssh understands. The entry of this host itself is the first of the addresses found that is also an address of
-// the store, because this host must reach the store at the same address as the other hosts. It may be that of
-// one of others, which are further hosts of the job.
+// routes returns, for each of the hosts of conns, the address of this host from which it sends packets to
+// that host. If the address is not known, the entry is invalid, for instance because the name is an alias
+// that only ssh understands. The entry of this host itself is the first of the addresses found that is also
+// an address of the store, because this host must reach the store at the same address as the other hosts. It
+// may be that of one of others, which are further hosts of the job.
 func (a *agents) routes(ctx context.Context, conns []*agentConn, others []string) []netip.Addr {
 	ctx, cancel := context.WithTimeout(ctx, routeWait)
 	defer cancel()
@@ -624,8 +624,8 @@ func (a *agents) sendAll(o order) {
 	}
 }
 
-// send queues o for an agent, unless connect has not begun to start it. It does not block: if the queue of the
-// agent is full, the agent is killed.
+// send queues o for an agent, unless connect has not begun to start it. It does not block: if the queue of
+// the agent is full, the agent is killed.
 func (a *agents) send(c *agentConn, o order) {
 	if c.pending {
 		return

@@ -29,8 +29,8 @@ type Discovery struct {
 const readGrace = 200 * time.Millisecond
 
 // run runs the program once, as a child of the family children and with the environment env, and returns the
-// hosts that it prints. If it succeeds without printing a host, warning has the last line of its standard error,
-// if there is one.
+// hosts that it prints. If it succeeds without printing a host, warning has the last line of its standard
+// error, if there is one.
 func (d *Discovery) run(ctx context.Context, children *family, env []string) (hosts []Host, warning string,
 	err error) {
 	fail := func(format string, args ...any) ([]Host, string, error) {

@@ -214,9 +214,9 @@ func (j *job) startWaiting(k *rank) {
 	j.agents.send(k.conn, order{Start: &index, Env: env, streams: slices.Clone(k.streams[:])})
 }
 
-// addSlot makes the state of a slot at which no process was started before. If its output files cannot be made,
-// it returns nil and ends the job, as for other mistakes of the user, unless there have been ranks. A job that
-// trains goes on without these files.
+// addSlot makes the state of a slot at which no process was started before. If its output files cannot be
+// made, it returns nil and ends the job, as for other mistakes of the user, unless there have been ranks. A
+// job that trains goes on without these files.
 func (j *job) addSlot(s elastic.Slot) *rank {
 	title := s.String()
 	label := title

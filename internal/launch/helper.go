@@ -125,9 +125,9 @@ func HelperMain(args, env []string) int {
 	return 0
 }
 
-// catchSIGPIPE makes a write to a pipe that nobody reads fail. Otherwise it would kill this process if the pipe
-// is its standard output or standard error, and with it the ranks. Children do not inherit this, as they would
-// if the signal were ignored.
+// catchSIGPIPE makes a write to a pipe that nobody reads fail. Otherwise it would kill this process if the
+// pipe is its standard output or standard error, and with it the ranks. Children do not inherit this, as they
+// would if the signal were ignored.
 func catchSIGPIPE() { signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE) }
 
 func (h *helper) start(path string, argv, env []string) error {

@@ -216,8 +216,8 @@ type Result struct {
 	// for signal n), or 1 if that is 0. If signal n ended the job before any rank failed, it is 128+n.
 	// Otherwise it is 0.
 	Status int
-	// Signal is the signal that ended the job before any rank failed, or 0 if there was none. SIGPIPE says that
-	// the output was not read any more.
+	// Signal is the signal that ended the job before any rank failed, or 0 if there was none. SIGPIPE says
+	// that the output was not read any more.
 	Signal syscall.Signal
 	// Ranks describes for each rank how it ended.
 	Ranks []Exit
@@ -426,8 +426,8 @@ func (k *rank) makeStreams(o *Options, c *console, label string) {
 	}
 }
 
-// createFiles creates the output files of the streams of k in a folder of the folder dir, unless dir is empty.
-// On an error, it closes them.
+// createFiles creates the output files of the streams of k in a folder of the folder dir, unless dir is
+// empty. On an error, it closes them.
 func (k *rank) createFiles(dir, folder string) error {
 	if dir == "" {
 		return nil

@@ -846,8 +846,8 @@ func TestOutputThatIsLostIsAnError(t *testing.T) {
 	}
 }
 
-// TestOutputThatNobodyReads ends the reader of the launcher's output, and sends SIGINT or lets the rank print.
-// The rank has the time to write a checkpoint, after another line of output.
+// TestOutputThatNobodyReads ends the reader of the launcher's output, and sends SIGINT or lets the rank
+// print. The rank has the time to write a checkpoint, after another line of output.
 func TestOutputThatNobodyReads(t *testing.T) {
 	for status, interrupt := range map[int]bool{130: true, 141: false} {
 		t.Run(fmt.Sprint(status), func(t *testing.T) {
