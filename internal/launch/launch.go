@@ -115,8 +115,8 @@ type Options struct {
 	// Stdout and Stderr receive the output of the ranks. Stderr also receives the report. One goroutine
 	// writes to both. When Run returns, all output is written. There is one exception: if a Write hangs, a
 	// signal or the end of ctx makes Run return, and the goroutine remains. If one of them is a pipe that
-	// nobody reads any more, the job ends as after SIGTERM, and Result.Signal is SIGPIPE. Other errors of a
-	// Write do not end the job; Run returns the first.
+	// nobody reads any more, the job ends as after SIGTERM, and Result.Signal is SIGPIPE, unless a signal
+	// arrives within Echo. Other errors of a Write do not end the job; Run returns the first.
 	Stdout, Stderr io.Writer
 	// NoPrefix leaves out the prefix of each line, which is [0]<stdout>: for the standard output of rank 0,
 	// and [server 0]<stdout>: for that of a node.
