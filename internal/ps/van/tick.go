@@ -75,13 +75,14 @@ func (v *Van) tick() {
 }
 
 // heartbeat ends links that have been silent for too long and, if beat is set, sends a heartbeat to the
-// scheduler. The scheduler answers heartbeats.
+// scheduler. The scheduler answers heartbeats. While it handles a message of a node, which may take long, it
+// reads none, so it sends heartbeats to the node unasked.
 func (v *Van) heartbeat(beat bool) {
 	for id, l := range *v.links.Load() {
 		if l.conn == nil || v.sched == nil && id != SchedulerID {
 			continue
 		}
-		if v.sched == nil && beat {
+		if beat && (v.sched == nil || l.handling.Load()) {
 			l.heartbeat()
 		}
 		silent := l.silent()

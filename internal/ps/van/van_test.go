@@ -619,6 +619,42 @@ func TestSlowHandler(t *testing.T) {
 	l.mu.Unlock()
 }
 
+// TestSlowHandlerOfTheScheduler checks that a worker hears from the scheduler for longer than the heartbeat
+// timeout while a handler there handles a request of the worker, or waits to do so.
+func TestSlowHandlerOfTheScheduler(t *testing.T) {
+	const timeout = time.Second
+	nodes := startJob(t, 0, 2, func(c *Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout = 50*time.Millisecond, timeout
+	})
+	leave, entered := make(chan struct{}), make(chan struct{}, 2)
+	defer close(leave)
+	nodes[1].handle(func(_ Process, m *Message) {
+		entered <- struct{}{}
+		<-leave
+		m.Release()
+	})
+	for _, id := range []int{9, 11} {
+		m := &Message{Header: &pspb.Header{Request: true}}
+		if _, err := nodes[id].Request(t.Context(), SchedulerID, m); err != nil {
+			t.Fatal(err)
+		}
+		<-entered
+	}
+	for _, id := range []int{9, 11} {
+		w := nodes[id]
+		l, err := w.link(SchedulerID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		testnet.Eventually(t, "the worker hears from the scheduler", func() bool {
+			return time.Duration(l.heard.Load()) > 3*timeout || w.lossOf(SchedulerID) != nil
+		})
+		if err := w.lossOf(SchedulerID); err != nil {
+			t.Errorf("worker %d: %v", Rank(id), err)
+		}
+	}
+}
+
 // TestNothingAfterTheEnd checks that no message is handled after its link has ended, although it has been
 // read.
 func TestNothingAfterTheEnd(t *testing.T) {
