@@ -65,7 +65,8 @@ type Handler[T Value] interface {
 // KVHandler is a handler that the program defines. It is called for each push and pull of a worker, one call
 // at a time. It must answer each request once, with KVServer.Respond or KVServer.Fail, but may do so later
 // and from any goroutine. It may read the slices of data until then, and must not change them: they may be
-// shared memory that is mapped for reading only.
+// shared memory that is mapped for reading only. It must not call Finalize or Close of its node, which wait
+// until it returns.
 type KVHandler[T Value] func(meta KVMeta, data KVPairs[T], s *KVServer[T])
 
 func (h KVHandler[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) { h(meta, data, s) }

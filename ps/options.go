@@ -40,15 +40,16 @@ func (f workerOption) setApp(o *appOptions) { f(o) }
 func App(number int) AppOption { return appOption(func(o *appOptions) { o.app = number }) }
 
 // OnRequest sets the function that handles the requests of SimpleApp.Request. It must answer each with
-// SimpleApp.Respond once, but may do so later and from any goroutine. There is one call at a time. Without
-// this option, every request is answered with an empty body.
+// SimpleApp.Respond once, but may do so later and from any goroutine. There is one call at a time. f must not
+// call Finalize or Close of its node, which wait until it returns. Without this option, every request is
+// answered with an empty body.
 func OnRequest(f func(req SimpleData, app *SimpleApp)) AppOption {
 	return appOption(func(o *appOptions) { o.request = f })
 }
 
 // OnResponse sets the function that gets the responses to requests of SimpleApp.Request. When the last
 // response to a request has arrived, it is called for each of them, before Wait returns. The goroutine that
-// calls it also receives messages, so it must not wait for messages.
+// calls it also receives messages, so it must not wait for messages, nor call Finalize or Close of its node.
 func OnResponse(f func(resp SimpleData, app *SimpleApp)) AppOption {
 	return appOption(func(o *appOptions) { o.response = f })
 }
@@ -154,7 +155,8 @@ func Cmd(cmd int32) Option { return cmdOption{cmd: cmd} }
 func Priority(p int32) Option { return priorityOption{priority: p} }
 
 // Callback makes the worker call f once when the request has completed or failed, before Wait returns.
-// Callbacks of a worker are called one at a time. f may send requests but must not wait for any.
+// Callbacks of a worker are called one at a time. f may send requests but must not wait for any, nor call
+// Finalize or Close of its node.
 func Callback(f func(err error)) Option { return callbackOption{callback: f} }
 
 // Lens sets the number of values of each key of a push. Without it, each key has the same number.

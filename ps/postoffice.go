@@ -317,7 +317,7 @@ func (p *postoffice) Traffic() (sent, received uint64) {
 }
 
 // RegisterExitCallback makes Finalize, Close or Fail call f at its end. Functions are called in the order in
-// which they were registered.
+// which they were registered. f must not call Finalize or Close of this node, which would wait for f.
 func (p *postoffice) RegisterExitCallback(f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -362,10 +362,13 @@ func (p *postoffice) meetAll(ctx context.Context, customer int) error {
 //
 // Requests of this process that are not answered fail when it leaves. Then Finalize calls the exit callbacks.
 // If Finalize, Close or Fail was called before, Finalize waits until that call has ended, and returns nil.
+//
+// Finalize waits until no handler and no callback of this process runs. So they must not call it. They may
+// call Fail.
 func (p *postoffice) Finalize(ctx context.Context) error { return p.finalize(ctx, true) }
 
 // Close leaves the job without waiting for the other nodes. Otherwise it is like Finalize. After Finalize,
-// Close or Fail, it does nothing, so a program can defer it. It returns nil.
+// Close or Fail, it only waits until that call has ended, so a program can defer it. It returns nil.
 func (p *postoffice) Close() error { return p.finalize(context.Background(), false) }
 
 func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
@@ -400,11 +403,22 @@ func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
 // Fail leaves the job because the program of this node has failed. Requests and barriers of other nodes that
 // need this node fail with the reason, such as "its program raised ValueError: no data", which hvdrun reports
 // too. Fail also ends a Finalize in progress. After Finalize or Close it does nothing.
+//
+// Fail waits for at most 5 s until this process has left the job, so a handler or a callback may call it. The
+// process leaves when they have returned. The other nodes learn the reason at once.
 func (p *postoffice) Fail(reason string) {
 	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
 	defer cancel()
-	p.van.Fail(ctx, cmp.Or(reason, "it has failed"))
-	_ = p.Close()
+	left := make(chan struct{})
+	go func() { // Close waits for it
+		defer close(left)
+		p.van.Fail(ctx, cmp.Or(reason, "it has failed"))
+		_ = p.Close()
+	}()
+	select {
+	case <-left:
+	case <-ctx.Done():
+	}
 }
 
 // stop leaves the job and ends all requests.

@@ -580,6 +580,58 @@ func TestFail(t *testing.T) {
 	})
 }
 
+// TestFailInHandler checks that handlers and callbacks can call Fail: the other nodes learn the reason, and
+// Close returns.
+func TestFailInHandler(t *testing.T) {
+	var all sync.WaitGroup
+	for place, failing := range map[string]NodeID{"KVHandler": 8, "OnResponse": 9, "Callback": 9} {
+		all.Go(func() { failInHandler(t, place, failing) })
+	}
+	all.Wait()
+}
+
+// failInHandler lets a node fail at a place.
+func failInHandler(t *testing.T, place string, failing NodeID) {
+	failed := make(chan struct{})
+	job{t: t, servers: 1, workers: 1, leave: true}.run(func(po *Node) {
+		fail := func(at string) {
+			if at == place {
+				po.Fail("it gave up")
+				close(failed)
+			}
+		}
+		switch po.Role() {
+		case Server:
+			_, err := NewKVServer(po, KVHandler[float32](func(m KVMeta, _ KVPairs[float32],
+				s *KVServer[float32]) {
+				fail("KVHandler")
+				_ = s.Respond(m, KVPairs[float32]{}) // an error means that the node has failed
+			}))
+			noError(t, err)
+		case Worker:
+			w, err := NewKVWorker[float32](po, OnResponse(func(SimpleData, *SimpleApp) { fail("OnResponse") }))
+			noError(t, err)
+			_, err = w.Request(t.Context(), ServerGroup, 1, nil)
+			noError(t, err)
+			_, err = w.PushAsync(t.Context(), []uint64{1}, []float32{1}, Callback(func(error) { fail("Callback") }))
+			if place == "Callback" || place == "KVHandler" {
+				noError(t, err)
+			}
+		}
+		if po.ID() != failing {
+			testnet.Eventually(t, "the reason", func() bool {
+				err := po.van.Gone(int(failing))
+				return err != nil && err.Error() == "it gave up"
+			})
+		}
+		select {
+		case <-failed:
+		case <-time.After(time.Minute):
+			t.Errorf("%s: Fail has not returned", place)
+		}
+	})
+}
+
 func TestOperationTimeout(t *testing.T) {
 	held, failed := make(chan SimpleData, 1), make(chan struct{})
 	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "0.3"}

@@ -59,8 +59,11 @@ func (c *calls) ask(ctx context.Context, l *link, customer int, question *pspb.C
 		}
 	}
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	delete(c.pending, id)
-	c.mu.Unlock()
+	if c.refused { // then the scheduler has closed the connection because this process leaves
+		return ErrStopped
+	}
 	return err
 }
 

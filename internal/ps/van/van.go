@@ -62,6 +62,8 @@ type Van struct {
 	unwatch func()          // ends the calls about chunks of the arena; nil if no memory is shared
 	ctx     context.Context // ends when the van is stopped or has failed
 	cancel  context.CancelCauseFunc
+	stopped chan struct{} // closed by ended, when everything has ended
+	ended   func()
 	wg      sync.WaitGroup
 	links   atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
 	holding atomic.Bool                   // a link may hold requests back
@@ -79,6 +81,8 @@ func New(cfg Config, h Handler) *Van {
 		v.log = zap.NewNop()
 	}
 	v.links.Store(&map[int]*link{})
+	v.stopped = make(chan struct{})
+	v.ended = sync.OnceFunc(func() { close(v.stopped) })
 	v.ctx, v.cancel = context.WithCancelCause(context.Background())
 	v.timing = timing{&v.cfg, time.Now()}
 	v.members = newMembers(&v.cfg, h)
@@ -340,8 +344,8 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 }
 
 // Stop leaves the job. It sends what is queued and TERMINATE to all peers, and waits until they have closed
-// their connections, but only until ctx ends. Then it closes all connections. Only the first call of Stop or
-// Fail has an effect.
+// their connections, but only until ctx ends. Then it closes all connections, and waits until no call of the
+// handler is in progress. Only the first call of Stop or Fail has an effect; later ones wait until it has ended.
 func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
 
 // maxReasonBytes is the maximum length of a reason that a node gives for its end.
@@ -356,6 +360,7 @@ func (v *Van) Fail(ctx context.Context, reason string) {
 // leave sends TERMINATE with nodes, and ends everything.
 func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
 	if !v.members.leave() {
+		<-v.stopped
 		return
 	}
 	v.calls.refuse()
@@ -389,6 +394,7 @@ func (l *link) leave(ctx context.Context, nodes []*pspb.Node) {
 
 // close ends everything because of err.
 func (v *Van) close(err error) {
+	defer v.ended()
 	v.members.leave()
 	v.calls.refuse()
 	v.calls.fail(err)
