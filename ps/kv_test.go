@@ -2,6 +2,7 @@ package ps
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"math"
@@ -343,6 +344,20 @@ func TestLateAnswers(t *testing.T) {
 		}
 	})
 	answers.Wait()
+}
+
+// TestErrorText checks that a worker gets the error of a handler whose text is not UTF-8.
+func TestErrorText(t *testing.T) {
+	kv(job{t: t, servers: 1, workers: 1}, func() Handler[float32] {
+		return KVHandler[float32](func(meta KVMeta, _ KVPairs[float32], s *KVServer[float32]) {
+			noError(t, s.Fail(meta, errors.New("a\xffb")))
+		})
+	}, func(_ *Node, _ int, w *KVWorker[float32]) {
+		err := w.Push(t.Context(), []uint64{1}, []float32{1})
+		if remote, ok := errors.AsType[*RemoteError](err); !ok || remote.Text != "a\uFFFDb" {
+			t.Errorf("got %v, want the error of the handler", err)
+		}
+	})
 }
 
 // TestPullsInPlace pulls large values while another worker pushes to them. Each pull must see each push as a

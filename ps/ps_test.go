@@ -568,13 +568,13 @@ func TestFail(t *testing.T) {
 				defer po.mu.Unlock()
 				return po.finalized != nil
 			})
-			po.Fail("its file is damaged")
+			po.Fail("its file is damaged\xff")
 			testnet.WantError(t, <-finalized, "this node has been finalized")
 			po.Fail("another reason")
 		} else {
 			testnet.Eventually(t, "the node learns the reason", func() bool {
 				err := po.van.Gone(van.WorkerID(1))
-				return err != nil && err.Error() == "its file is damaged"
+				return err != nil && err.Error() == "its file is damaged\uFFFD"
 			})
 		}
 	})

@@ -293,6 +293,7 @@ func (v *Van) Connected(p Process) bool {
 
 // sendOn passes a message to a link with the function queue.
 func (v *Van) sendOn(l *link, m *Message, queue func(*link, *Message) error) error {
+	m.Header.Error = validText(m.Header.Error)
 	err := m.checkLimits()
 	if err == nil {
 		m = l.share(v.own(m))
@@ -353,9 +354,12 @@ const maxReasonBytes = 4096
 
 // Fail is like Stop, but tells the peers that this process has failed because of reason, which is not empty.
 func (v *Van) Fail(ctx context.Context, reason string) {
-	reason = strings.ToValidUTF8(reason[:min(len(reason), maxReasonBytes)], "")
+	reason = validText(reason[:min(len(reason), maxReasonBytes)])
 	v.leave(ctx, []*pspb.Node{{Gone: reason}})
 }
+
+// validText returns a text of the program as protobuf requires it. It is empty only if the text is.
+func validText(text string) string { return strings.ToValidUTF8(text, "\uFFFD") }
 
 // leave sends TERMINATE with nodes, and ends everything.
 func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
