@@ -19,6 +19,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -1004,4 +1005,23 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 		po.van.Stop(ctx)
 		clear(vals)
 	})
+}
+
+// TestPullTooLong checks that a server refuses a pull whose values no message can have, before it allocates
+// memory for them.
+func TestPullTooLong(t *testing.T) {
+	po := &postoffice{}
+	po.set.PS.Staleness = config.Unset
+	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
+	s := Sum[float32]().(*builtIn[float32]).store
+	for key := range uint64(3) {
+		s.entries[key] = entry{chunk: new(chunk), n: 1 << 28}
+	}
+	list := &serverList{keys: []uint64{0, 1, 2}}
+	const want = "the values have 3221225472 bytes, want at most 2147483647 from one server"
+	_, err := s.request(&customer{po: po}, &KVMeta{Pull: true}, list, nil, 0, nil)
+	testnet.WantError(t, err, want)
+	_, _, err = (&replica{store: s}).request(van.Process{}, &van.Message{Header: &pspb.Header{Pull: true}}, list,
+		nil, 0)
+	testnet.WantError(t, err, want)
 }

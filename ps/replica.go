@@ -463,7 +463,10 @@ func (r *replica) request(from van.Process, m *van.Message, list *serverList, le
 			return nil, false, err
 		}
 	}
-	if places, err = r.store.resolve(list, push, lens, total); err != nil || !push {
+	if places, err = r.store.resolve(list, push, lens, total); err == nil && h.Pull {
+		err = r.store.checkPull(places)
+	}
+	if err != nil || !push {
 		return places, false, err
 	}
 	r.store.push(places, m.Data[1], init)

@@ -423,6 +423,16 @@ func (s *store) copied(v *van.Van, to int, r *resolved, m *van.Message) {
 	s.pull(r, m.Data[0], m.Data[1])
 }
 
+// checkPull returns an error if the values of a list are too long for an answer. The caller must not allocate
+// memory for them before.
+func (s *store) checkPull(r *resolved) error {
+	if n := r.total*s.dt.Size() + 4*len(r.lens); n > van.MaxDataBytes {
+		return fmt.Errorf("the values have %d bytes, want at most %d from one server: pull fewer keys at a time", n,
+			van.MaxDataBytes)
+	}
+	return nil
+}
+
 // request does the push of a request, if it is one, and returns the places of its values. total is the number
 // of pushed values.
 func (s *store) request(c *customer, meta *KVMeta, list *serverList, lens []int32, total int,
@@ -440,6 +450,9 @@ func (s *store) request(c *customer, meta *KVMeta, list *serverList, lens []int3
 		}
 	}
 	r, err := s.resolve(list, meta.Push, lens, total)
+	if err == nil && meta.Pull {
+		err = s.checkPull(r)
+	}
 	switch {
 	case err != nil || !meta.Push:
 	case bulk:
