@@ -22,8 +22,12 @@ const (
 // Range is a range of keys: Begin <= key < End.
 type Range struct{ Begin, End uint64 }
 
-// ServerKeyRanges returns the range of keys of each server: parts of 0 to MaxKey, equal but for rounding.
+// ServerKeyRanges returns the range of keys of each server: parts of 0 to MaxKey, equal but for rounding. It
+// returns nil if the job has no servers.
 func (p *postoffice) ServerKeyRanges() []Range {
+	if p.cfg.NumServers == 0 {
+		return nil
+	}
 	ranges := make([]Range, p.cfg.NumServers)
 	for r := range ranges {
 		size := uint64(MaxKey) / uint64(len(ranges))

@@ -365,11 +365,7 @@ func checkSizes(keys, vals int, lens []int32) error {
 // be nil, or must be the keys of the request. Respond copies data and does not wait. A second answer is an
 // error.
 func (s *KVServer[T]) Respond(meta KVMeta, data KVPairs[T]) error {
-	if data.Keys == nil {
-		data.Keys = make([]uint64, 0)
-	}
-	err := s.checkResponse(meta, data)
-	if err != nil {
+	if err := checkResponse(meta, data); err != nil {
 		return fmt.Errorf("ps: response of app %d to %s: %w", s.c.key.app, meta.Sender, err)
 	}
 	return s.respond(meta, func(m *van.Message) {
@@ -380,7 +376,8 @@ func (s *KVServer[T]) Respond(meta KVMeta, data KVPairs[T]) error {
 	})
 }
 
-func (s *KVServer[T]) checkResponse(meta KVMeta, data KVPairs[T]) error {
+// checkResponse returns an error if data does not fit a request.
+func checkResponse[T Value](meta KVMeta, data KVPairs[T]) error {
 	if !meta.Pull {
 		return nil
 	}
@@ -388,8 +385,7 @@ func (s *KVServer[T]) checkResponse(meta KVMeta, data KVPairs[T]) error {
 	if len(data.Keys) != 0 && len(data.Keys) != n {
 		return fmt.Errorf("got %d keys, want %d", len(data.Keys), n)
 	}
-	sized := KVPairs[T]{Keys: make([]uint64, n), Vals: data.Vals, Lens: data.Lens}
-	return sized.checkLengths(true)
+	return checkSizes(n, len(data.Vals), data.Lens)
 }
 
 // respond answers a request. The function fill gives the answer to a pull its frames.

@@ -29,11 +29,14 @@ type KVWorker[T Value] struct {
 	lists  keyLists
 }
 
-// NewKVWorker makes the worker of an app at node n, whose role is Worker. The worker is a SimpleApp too, for
-// commands to the servers.
+// NewKVWorker makes the worker of an app at node n, whose role is Worker, in a job with servers. The worker is
+// a SimpleApp too, for commands to the servers.
 func NewKVWorker[T Value](n *Node, opts ...WorkerOption) (*KVWorker[T], error) {
 	if n.Role() != Worker {
 		return nil, &UsageError{fmt.Errorf("ps: new KVWorker: this process is a %s", n.Role())}
+	}
+	if n.NumServers() == 0 {
+		return nil, &UsageError{errors.New("ps: new KVWorker: the job has no servers: DMLC_NUM_SERVER is 0")}
 	}
 	o := appOptions{slicer: rangeSlicer}
 	for _, opt := range opts {

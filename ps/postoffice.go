@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -278,6 +279,9 @@ func (p *postoffice) IsRecovery() bool { return p.van.IsRecovery() }
 // If only the connection with the node has ended, it waits until there is another one. If the node takes part
 // in the job and can be reached, AwaitReturn returns at once.
 func (p *postoffice) AwaitReturn(ctx context.Context, id NodeID) error {
+	if !slices.Contains(p.NodeIDs(AllGroup), id) {
+		return &UsageError{fmt.Errorf("ps: wait for a return: the job has no node with the id %d", id)}
+	}
 	if err := p.van.AwaitReturn(ctx, int(id)); err != nil {
 		return fmt.Errorf("ps: wait for the return of %s: %w", id, public(err))
 	}

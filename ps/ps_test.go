@@ -257,6 +257,31 @@ func TestErrors(t *testing.T) {
 	})
 }
 
+// TestMissingNodes checks calls that need nodes that the job does not have.
+func TestMissingNodes(t *testing.T) {
+	job{t: t, workers: 1}.run(func(n *Node) {
+		if n.Role() != Worker {
+			return
+		}
+		if ranges := n.ServerKeyRanges(); ranges != nil {
+			t.Errorf("got the ranges %v without servers", ranges)
+		}
+		_, err := NewKVWorker[float32](n)
+		want := map[string]error{"the job has no servers": err}
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // it must not wait
+		defer cancel()
+		for _, id := range []NodeID{8, 11, ServerGroup} {
+			want[fmt.Sprintf("the job has no node with the id %d", id)] = n.AwaitReturn(ctx, id)
+		}
+		for text, err := range want {
+			testnet.WantError(t, err, text)
+			if _, ok := errors.AsType[*UsageError](err); !ok {
+				t.Errorf("got %v, want a UsageError", err)
+			}
+		}
+	})
+}
+
 func TestNodeID(t *testing.T) {
 	for id, want := range map[NodeID]string{SchedulerGroup: "scheduler", ServerGroup: "group 2",
 		AllGroup: "group 7", 8: "server 0", 11: "worker 1"} {
