@@ -208,6 +208,12 @@ func TestSimpleApp(t *testing.T) {
 			testnet.WantError(t, err, "ps: request 1 of app 0 to worker 45: there is no such node or group")
 			_, err = NewSimpleApp(po)
 			testnet.WantError(t, err, "app 0 has a customer 0 already")
+		} else { // nothing is sent, also not to the scheduler
+			_, err := app.Request(t.Context(), AllGroup, 1, []byte("test"))
+			testnet.WantError(t, err, "only the scheduler is connected with all nodes")
+			if _, ok := errors.AsType[*UsageError](err); !ok {
+				t.Errorf("got %v, want a UsageError", err)
+			}
 		}
 		if err := po.Barrier(t.Context(), AllGroup); err != nil {
 			t.Error(err)

@@ -85,15 +85,23 @@ func simpleData(from van.Process, m *van.Message) SimpleData {
 		Customer: int(h.CustomerId), Timestamp: h.Timestamp}
 }
 
-// Request sends a request to a node, or to each process of a group, of which this process may be one. It
-// copies body. If the queue to a node is full, Request waits until ctx ends. Wait of the result waits for all
-// responses.
+// Request sends a request to a node, or to each process of a group. It copies body. If the queue to a node is
+// full, Request waits until ctx ends. Wait of the result waits for all responses.
+//
+// The scheduler can send to all nodes, itself included. Other nodes are not connected with themselves, nor a
+// worker with workers, nor a server with servers, except for the neighbours of a server in a job with replicas.
+// If the group has such a node, the error is a *UsageError, and nothing is sent.
 func (a *SimpleApp) Request(ctx context.Context, to NodeID, head int32, body []byte) (*Request, error) {
 	body = bytes.Clone(body)
 	s := &simpleRequest{app: a, head: head, to: to}
 	r := &s.Request
 	r.of = s
-	for _, id := range a.c.po.van.Processes(int(to)) {
+	v := a.c.po.van
+	for _, id := range v.Processes(int(to)) {
+		if !v.Connects(id) {
+			return nil, &UsageError{fmt.Errorf("ps: %s: %s has no connection with %s: only the scheduler is connected "+
+				"with all nodes", s, van.Name(v.ID()), van.Name(id))}
+		}
 		r.parts = append(r.parts, part{to: id, m: &van.Message{Header: &pspb.Header{Head: head,
 			Body: body, SimpleApp: true}}})
 	}

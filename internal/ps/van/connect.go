@@ -193,10 +193,15 @@ func (v *Van) AwaitReturn(ctx context.Context, id int) error {
 	return nil
 }
 
+// Connects reports whether this process is connected with node id while both take part in the job.
+func (v *Van) Connects(id int) bool {
+	return v.sched != nil || v.cfg.Role != RoleOf(id) || v.members.neighbour(id)
+}
+
 // reaches reports whether this process is connected with node id, or never is. The caller holds the mu of
 // members.
 func (v *Van) reaches(id int) bool {
-	if v.cfg.Role == RoleOf(id) && !v.members.neighbour(id) {
+	if !v.Connects(id) {
 		return true
 	}
 	l := (*v.links.Load())[id]
