@@ -79,5 +79,6 @@
 //   - *RemoteError: a node has answered with an error.
 //   - ErrFinalized: this node has left the job.
 //
-// A call also fails when its context ends, or after HVD_OPERATION_TIMEOUT_SECONDS.
+// A call also fails when its context ends, or after HVD_OPERATION_TIMEOUT_SECONDS. Join, Finalize and
+// AwaitReturn wait for other programs, so for them only the context counts.
 package ps

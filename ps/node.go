@@ -99,10 +99,16 @@ func (n *Node) ID() NodeID { return NodeID(n.van.IDs()[n.customer]) }
 // Rank returns the rank of this node among the nodes of its role.
 func (n *Node) Rank() int { return van.Rank(int(n.ID())) }
 
-// Barrier waits until every node of the group has called Barrier for it, or until ctx ends. If a node of the
-// group dies or has left the job, the error is a *NodeError.
+// Barrier waits until every node of the group has called Barrier for it, until ctx ends, or until
+// HVD_OPERATION_TIMEOUT_SECONDS have passed. If a node of the group dies or has left the job, the error is a
+// *NodeError. A node can be in each barrier once: a second call meanwhile returns a *UsageError.
 func (n *Node) Barrier(ctx context.Context, group NodeID) error {
-	if err := n.van.Barrier(ctx, n.customer, int(group)); err != nil {
+	if limit := n.set.OperationTimeout; limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeoutCause(ctx, limit, errTimeout)
+		defer cancel()
+	}
+	if err := n.barrier(ctx, n.customer, int(group)); err != nil {
 		return fmt.Errorf("ps: %w", public(err))
 	}
 	return nil

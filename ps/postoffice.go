@@ -59,6 +59,7 @@ type postoffice struct {
 	observer observer
 
 	mu        sync.Mutex
+	waiting   map[[2]int]bool // barriers in which a node of this process waits, by customer and group
 	customers map[customerKey]*customer
 	held      []held // messages for customers that do not exist yet, in the order of arrival
 	heldBytes int
@@ -80,7 +81,8 @@ func start(ctx context.Context, conf Config) (started *postoffice, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
-	p := &postoffice{set: set, started: time.Now(), customers: make(map[customerKey]*customer)}
+	p := &postoffice{set: set, started: time.Now(), customers: make(map[customerKey]*customer),
+		waiting: make(map[[2]int]bool)}
 	if conf.Logger != nil {
 		p.log = logs.FromSlog(conf.Logger)
 	} else {
@@ -339,11 +341,29 @@ func (p *postoffice) meet(enter func(customer int) error) error {
 	return errors.Join(errs...)
 }
 
+// barrier makes a node of this process enter the barrier of a group, and waits there.
+func (p *postoffice) barrier(ctx context.Context, customer, group int) error {
+	place := [2]int{customer, group}
+	p.mu.Lock()
+	if p.waiting[place] {
+		p.mu.Unlock()
+		return &UsageError{fmt.Errorf("barrier of group %d: another call of this node waits in it", group)}
+	}
+	p.waiting[place] = true
+	p.mu.Unlock()
+	defer func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.waiting, place)
+	}()
+	return p.van.Barrier(ctx, customer, group)
+}
+
 // meetAll enters the barrier of all nodes. If one has ended, it waits for its return and enters the barrier
 // again.
 func (p *postoffice) meetAll(ctx context.Context, customer int) error {
 	for {
-		err := p.van.Barrier(ctx, customer, van.GroupAll)
+		err := p.barrier(ctx, customer, van.GroupAll)
 		gone, ok := errors.AsType[*van.NodeError](err)
 		if !ok || p.set.PS.Recovery == 0 {
 			return err

@@ -851,6 +851,41 @@ func TestResponseTooLong(t *testing.T) {
 	})
 }
 
+// TestBarrierErrors checks that a node cannot be in a barrier twice, and that a barrier whose time limit passes
+// names the nodes that are missing.
+func TestBarrierErrors(t *testing.T) {
+	refused := make(chan struct{})
+	job{t: t, workers: 2}.run(func(po *Node) {
+		if po.Role() != Worker {
+			return
+		}
+		if po.Rank() == 1 {
+			<-refused
+			noError(t, po.Barrier(t.Context(), WorkerGroup))
+			return
+		}
+		first := make(chan error, 1)
+		go func() { first <- po.Barrier(t.Context(), WorkerGroup) }()
+		testnet.Eventually(t, "the first call waits", func() bool {
+			po.mu.Lock()
+			defer po.mu.Unlock()
+			return len(po.waiting) > 0
+		})
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		err := po.Barrier(ctx, WorkerGroup)
+		testnet.WantError(t, err, "barrier of group 4: another call of this node waits in it")
+		if _, ok := errors.AsType[*UsageError](err); !ok {
+			t.Errorf("got %v, want a UsageError", err)
+		}
+		close(refused)
+		noError(t, <-first)
+		po.set.OperationTimeout = 300 * time.Millisecond
+		testnet.WantError(t, po.Barrier(ctx, WorkerGroup), "barrier of group 4: no answer within "+
+			"HVD_OPERATION_TIMEOUT_SECONDS: it has waited for worker 1")
+	})
+}
+
 // TestWithdrawOvertakes checks that a node does not count in a barrier if its withdrawal arrives before its
 // entry.
 func TestWithdrawOvertakes(t *testing.T) {

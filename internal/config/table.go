@@ -429,8 +429,8 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "operation-timeout-seconds", Arg: "SECONDS"}},
 		Default: "0",
 		Doc: "time limit of every operation except Join, from submission to completion. When it has " +
-			"passed, the job fails. It is also the time limit of a request of the parameter server, but " +
-			"then only the request fails. 0 sets no limit",
+			"passed, the job fails. It is also the time limit of a request, a barrier and a clock of the parameter " +
+			"server, but then only the call fails. 0 sets no limit",
 		Raise: "A higher value tolerates slow operations, but detects stuck operations later.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.OperationTimeout }, 0),
 	},

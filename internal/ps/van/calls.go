@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -36,8 +37,13 @@ func (c *calls) add() (id int64, done chan error, err error) {
 	return c.last, done, nil
 }
 
+// withdrawTime is how long a call whose time limit has passed waits for the scheduler to say which nodes are
+// missing.
+const withdrawTime = time.Second
+
 // ask sends a control message of a node of this process to the scheduler on the link l, and waits for the
-// answer until ctx ends. Then the node withdraws. If the error wraps ErrLeft, the scheduler has left.
+// answer until ctx ends. Then the node withdraws. If the time limit of ctx has passed, the error says which
+// nodes are missing. If the error wraps ErrLeft, the scheduler has left.
 func (c *calls) ask(ctx context.Context, l *link, customer int, question *pspb.Control) error {
 	id, done, err := c.add()
 	if err != nil {
@@ -55,7 +61,18 @@ func (c *calls) ask(ctx context.Context, l *link, customer int, question *pspb.C
 			return err
 		case <-ctx.Done():
 			err = context.Cause(ctx)
-			_ = send(true) // an error means that the scheduler has gone
+			gone := send(true) != nil
+			if gone || !isLate(ctx) || question.Command == pspb.Command_HEARTBEAT {
+				break
+			}
+			select {
+			case answer := <-done:
+				if answer == nil { // all have come meanwhile
+					return nil
+				}
+				err = fmt.Errorf("%w: %w", err, answer)
+			case <-time.After(withdrawTime):
+			}
 		}
 	}
 	c.mu.Lock()

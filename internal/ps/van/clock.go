@@ -33,6 +33,7 @@ func (s *scheduler) clock(l *link, h *pspb.Header) {
 	case h.Control.Withdraw:
 		s.withdrawn[place] = max(s.withdrawn[place], t.barrier)
 		if s.ticks[id].entry == t.entry {
+			t.answer(notHere(s.behind(s.ticks[id].least)), nil)
 			delete(s.ticks, id)
 		}
 	case t.barrier > s.withdrawn[place]:

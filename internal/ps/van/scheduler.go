@@ -288,6 +288,7 @@ func (s *scheduler) enterBarrier(e entry, id, group int, members []int, withdraw
 	if withdraw {
 		s.withdrawn[place] = max(s.withdrawn[place], e.barrier)
 		if s.barriers[group][id] == e {
+			e.answer(notHere(s.missing(group)), nil)
 			delete(s.barriers[group], id)
 			s.waitFor(group, s.missing(group))
 		}
@@ -333,12 +334,22 @@ func (s *scheduler) missing(group int) (ids []int) {
 	for _, t := range s.ticks {
 		least = max(least, t.least)
 	}
-	for _, id := range Members(GroupWorkers, 0, cfg.NumWorkers) {
+	return s.behind(least)
+}
+
+// behind returns the workers that have ended fewer iterations than least. The caller holds mu.
+func (s *scheduler) behind(least int64) (ids []int) {
+	for _, id := range Members(GroupWorkers, 0, s.van.cfg.NumWorkers) {
 		if s.clocks[id] < least {
 			ids = append(ids, id)
 		}
 	}
 	return ids
+}
+
+// notHere returns the error of a node that no longer waits for the given ones.
+func notHere(missing []int) string {
+	return fmt.Sprintf("it has waited for %s", strings.Join(names(missing), ", "))
 }
 
 // waitFor records that the nodes in a barrier, or in the clock if group is 0, wait for the given nodes from
