@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
-import ctypes
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from gohvd import _library
 from gohvd.process_sets import ProcessSet, global_process_set
 from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, forget, moved, rank, synchronize
 
@@ -221,4 +221,4 @@ def _dumps(obj: Any) -> torch.Tensor:
 
 def _loads(data: torch.Tensor) -> Any:
     # The bytes are read by address, because without numpy torch can only return the elements of a tensor one by one.
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+    return pickle.loads(_library.memory_at(data.data_ptr(), data.numel()))
