@@ -874,11 +874,24 @@ class Works(Ranks):
                 # The first rank whose limit passes ends the wait of the others.
                 limit = timedelta(seconds=0.5 if self.rank == first else 60)
                 for r in others if self.rank == first else ():
-                    group._store.wait([f"gohvd/monitored barrier {group._barriers + 1}/{r}"], timedelta(seconds=60))
+                    group._store.wait([f"gohvd/monitored barrier {group._life}.{group._barriers + 1}/{r}"], timedelta(seconds=60))
                 with self.assertRaisesRegex(RuntimeError, f"Rank {absent} failed to pass monitoredBarrier in 500 ms"):
                     group.monitored_barrier(limit, wait_all_ranks=True)
         self.store_barrier("monitored")
         self.equal_after()
+
+    def test_monitored_barrier_of_a_group_made_again(self) -> None:
+        """The barrier does not see the keys of an earlier group with the same name, because the store outlives groups."""
+        for absent in (None, self.size - 1):
+            store = dist.PrefixStore("again", dist.group.WORLD._store)
+            group = Backend(store, self.rank, self.size, timedelta(seconds=60), "again", list(self.all))
+            if absent is None or self.size == 1:
+                group.monitored_barrier()
+            elif self.rank != absent:
+                with self.assertRaisesRegex(RuntimeError, "failed to pass monitoredBarrier in 500 ms"):
+                    group.monitored_barrier(timedelta(seconds=0.5))
+            dist.barrier()
+            group.shutdown()
 
 
 class Training(Ranks):

@@ -58,6 +58,9 @@ class Calls:
     ranks has the ranks of the group in the default group, or is None for the default group.
     """
 
+    _life = 0
+    """How many groups this rank has made at the store."""
+
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, group_id: str, ranks: list[int] | None
     ) -> None:
@@ -71,6 +74,9 @@ class Calls:
 
     def _begin_job(self) -> None:
         """Joins the members of a new group to a job, unless they are in one already."""
+        # A store may outlive a group, so the ranks count the groups at this store.
+        if _job.has_store(self._store):
+            self._life = self._store.add(f"gohvd/lives of {self._rank}", 1)
         self._use(_job.enter(self._store, self._rank, self._size, self._ranks, self._timeout))
 
     def _use(self, job: _job.Job) -> None:
@@ -535,7 +541,7 @@ class Calls:
         else:
             limit = _limit(getattr(timeout, "timeout", None), self._timeout)
         self._barriers += 1
-        prefix = f"gohvd/monitored barrier {self._barriers}"
+        prefix = f"gohvd/monitored barrier {self._life}.{self._barriers}"
         self._store.add(f"{prefix}/{self._rank}", 1)
         if self._rank == 0:
             outcome = self._decide(prefix, self._missing(prefix, limit, wait_all_ranks))

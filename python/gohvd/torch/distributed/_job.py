@@ -103,6 +103,11 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iter
     yield _NO_STORE, place.rank, place.size
 
 
+def has_store(store: Any) -> bool:
+    """Returns whether the ranks can use the store of a group, which those of the init method gohvd:// cannot."""
+    return getattr(store, "_underlying_non_prefix_store", store) is not _NO_STORE
+
+
 def enter(
     store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta, limited: bool = False
 ) -> Job:
@@ -114,7 +119,7 @@ def enter(
     if ranks is None and _job is not None:
         leave_all()  # torch versions before 2.3 do not tell a group that it is destroyed
     if _job is None or not _engine_.initialized():
-        by_url = getattr(store, "_underlying_non_prefix_store", store) is _NO_STORE
+        by_url = not has_store(store)
         ours = not by_url and _meet(store, rank, size, ranks, timeout, limited)
         _job = Job(ranks, ours)
         _job.by_url = by_url
