@@ -870,15 +870,17 @@ class Engine:
         """Returns the name of a blocking operation to which the program has given none.
 
         The main thread of each rank has at most one such operation of a kind in flight. So these operations share a name,
-        which stays in the response cache. There is one exception: if a signal has interrupted the wait for the last such
-        operation, it may still be in flight and hold the name.
+        which stays in the response cache. If a signal has interrupted the wait for the last such operation, this method
+        waits for it, because the operation holds the name, and the next one has the same name at the other ranks.
         """
         if threading.get_ident() != self._main_thread:
             return None
         if self._interrupted:
-            self._interrupted = [(key, call) for key, call in self._interrupted if not call.done()]
-            if _sync_key(op, process_set) in [key for key, _ in self._interrupted]:
-                return None
+            key = _sync_key(op, process_set)
+            for other, call in self._interrupted:
+                if other == key:
+                    call.settle()
+            self._interrupted = [(other, call) for other, call in self._interrupted if not call.done()]
         return SYNC_NAME
 
     def _prepare(

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import re
+import signal
 import sys
 import unittest
 import weakref
@@ -205,6 +206,26 @@ class Numpy(unittest.TestCase):
                 self.equal(h.wait(), np.full(2, float((turn + i) * self.size)))
 
     @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
+    def test_interrupted(self) -> None:
+        """A rank whose unnamed operation was interrupted while it waited for the others may begin the next one."""
+        if self.rank == 0 and self.size > 1:
+            self.addCleanup(signal.signal, signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+
+            def tick(*_: object) -> None:
+                raise TimeoutError
+
+            signal.signal(signal.SIGALRM, tick)
+            with self.assertRaises(TimeoutError):
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                hvd.allreduce([1.0], op=hvd.Sum)
+            for r in range(1, self.size):
+                hvd.send(np.zeros(1), r)
+        else:
+            if self.size > 1:
+                hvd.recv(np.zeros(1), 0)
+            hvd.allreduce([1.0], op=hvd.Sum)
+        self.equal(hvd.allreduce([2.0], op=hvd.Sum), np.array([2.0 * self.size]))
+
     def test_with_torch(self) -> None:
         """gohvd.numpy and gohvd.torch use the same name in turn. Both get right results."""
         import torch
