@@ -638,19 +638,26 @@ class Sparse(OptimizerTest):
         want = torch.zeros(6, 2)
         want[: self.size] -= 1 / self.size
         want[0] -= 1 / self.size
-        for copied in (False, True):
-            model = torch.nn.Embedding(6, 2, sparse=True)
-            model.weight.data.zero_()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        # The ranks other than rank 0 have a gradient only in this step. Before it, they do not know that it is sparse.
+        for step_of_others, copied, groups in ((0, False, None), (0, True, None), (1, False, 2)):
+            # Rank 0 and the others compute their gradients in different orders.
+            models = [torch.nn.Embedding(6, 2, sparse=True) for _ in range(2)]
+            for model in models:
+                model.weight.data.zero_()
+            both = torch.nn.ModuleList(models)
+            optimizer = torch.optim.SGD(both.parameters(), lr=1.0)
+            optimizer = hvd.DistributedOptimizer(optimizer, both.named_parameters(), groups=groups)
             for step in range(2):
                 optimizer.zero_grad(set_to_none=True)
-                if step == 0 or self.rank == 0:
-                    model(torch.tensor([self.rank])).sum().backward()
+                if self.rank == 0 or step == step_of_others:
+                    for model in both if self.rank == 0 else reversed(both):
+                        model(torch.tensor([self.rank])).sum().backward()
                 optimizer.step()
                 if copied:
-                    model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
-            self.close(model.weight.detach(), want, 1e-6)
+                    both, optimizer = pickle.loads(pickle.dumps((both, optimizer)))
+            for model in both:
+                self.close(model.weight.detach(), want, 1e-6)
+                self.assertTrue(model.weight.grad is None or model.weight.grad.is_sparse)
 
     def test_an_unused_embedding(self) -> None:
         class Two(torch.nn.Module):

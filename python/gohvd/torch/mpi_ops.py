@@ -482,35 +482,43 @@ def sparse_allreduce_async(
 
     Returns a callable that waits for the result and returns it as a sparse tensor that is not coalesced.
     """
-    op = Average if op is None else op
-    if op not in (Average, Sum):
-        raise ValueError(f"sparse allreduce: got op {op!r}, want Average or Sum")
-    # The indices are transposed, so that each element has a row: allgather concatenates rows.
-    indices = allgather_async(
-        tensor._indices().transpose(0, 1).contiguous(), None if name is None else f"{name}.indices", process_set
-    )
-    values = allgather_async(
-        tensor._values().contiguous(), None if name is None else f"{name}.values", process_set
-    )
-
-    return SparseSum(tensor, indices, values, op, process_set)
+    return SparseSum(tensor, name, op, process_set)
 
 
 class SparseSum:
-    """A sparse allreduce in flight. Calling the object waits for the result and returns it."""
+    """A sparse allreduce in flight. Calling the object waits for the result and returns it.
 
-    def __init__(self, tensor: Tensor, indices: int, values: int, op: int, process_set: ProcessSet) -> None:
-        self.indices = indices
-        self.values = values
-        self._tensor = tensor
-        self._op = op
-        self._process_set = process_set
+    If or_dense is true, the allgather of the values has the name of an allreduce with the same name. So it fails at all
+    ranks, with a MismatchError, if another rank has begun an allreduce of a dense tensor instead.
+    """
+
+    def __init__(
+        self, tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet, or_dense: bool = False
+    ) -> None:
+        self._op = Average if op is None else op
+        if self._op not in (Average, Sum):
+            raise ValueError(f"sparse allreduce: got op {op!r}, want Average or Sum")
+        self._tensor, self._name, self._process_set, self._or_dense = tensor, name, process_set, or_dense
+        # The indices are transposed, so that each element has a row: allgather concatenates rows.
+        indices = tensor._indices().transpose(0, 1).contiguous()
+        self.indices = allgather_async(indices, None if name is None else f"{name}.indices", process_set)
+        self.send_values()
+
+    def send_values(self) -> None:
+        """Begins the allgather of the values."""
+        how = operation(ALLGATHER, any_kind=self._or_dense)
+        name = None if self._name is None else f"allreduce.{self._name}" if self._or_dense else f"{self._name}.values"
+        self.values = _handles.add(_call(_torch, how, name, self._process_set, self._tensor._values().contiguous()))
 
     def __call__(self) -> Tensor:
         try:
-            all_values, all_indices = synchronize(self.values), synchronize(self.indices)
+            return self.result()
         finally:
             forget(self)  # if the first operation has failed, this discards the second
+
+    def result(self) -> Tensor:
+        """Waits for the result and returns it. If the values have failed, the indices can still be waited for."""
+        all_values, all_indices = synchronize(self.values), synchronize(self.indices)
         if self._op == Average:
             all_values = all_values / self._process_set.size()
         like = self._tensor

@@ -14,6 +14,7 @@ import torch
 import gohvd
 from gohvd import _engine
 from gohvd.basics import is_initialized
+from gohvd.exceptions import MismatchError
 from gohvd.process_sets import ProcessSet, global_process_set
 from gohvd.timeline import stepped
 from gohvd.torch.compression import Compression, Compressor
@@ -21,13 +22,15 @@ from gohvd.torch.functions import broadcast_object, in_place
 from gohvd.torch.mpi_ops import (
     Adasum,
     Average,
+    Max,
+    SparseSum,
     alloc_tensor,
+    allreduce,
     allreduce_async_,
     forget,
     grouped_allreduce_async_,
     rocm_built,
     size,
-    sparse_allreduce_async,
     synchronize,
 )
 
@@ -267,19 +270,31 @@ class _Distributed(torch.optim.Optimizer):
         """Waits for all operations in flight and calls done with the result of each. If operations fail, it raises the
         first error after all have ended.
         """
-        error: BaseException | None = None
         try:
-            for key, (handle, ctx) in self._handles.items():
-                try:
-                    output = handle() if callable(handle) else synchronize(handle)
-                    done(key, output, ctx)
-                except Exception as e:
-                    error = error or e
+            errors = self._take(list(self._handles), done)
+            if errors:
+                again = self._submit_again(errors)
+                errors.update(self._take(again, done))
             self._handles.clear()
         finally:
             self._forget()
-        if error is not None:
+        for error in errors.values():
             raise error
+
+    def _take(self, keys: list[Any], done: Callable[[Any, Any, Any], None]) -> dict[Any, Exception]:
+        """Waits for operations in flight and calls done with the result of each. Returns the errors."""
+        errors: dict[Any, Exception] = {}
+        for key in keys:
+            handle, ctx = self._handles[key]
+            try:
+                done(key, handle.result() if isinstance(handle, SparseSum) else synchronize(handle), ctx)
+            except Exception as e:
+                errors[key] = e
+        return errors
+
+    def _submit_again(self, errors: dict[Any, Exception]) -> list[Any]:
+        """Begins operations that have failed again, if that can help. Returns their keys and removes their errors."""
+        return []
 
 
 def _forget(handles: dict[Any, tuple[Any, Any]]) -> None:
@@ -435,7 +450,7 @@ class _DistributedOptimizer(_Distributed):
         grad = self._share_gradient(p)
         name = self._parameter_names[p]
         if grad.is_sparse and not self.sparse_as_dense:
-            self._handles[p] = (sparse_allreduce_async(grad, name, self.op, process_set=self.process_set), None)
+            self._handles[p] = (SparseSum(grad, name, self.op, self.process_set, or_dense=True), None)
             return
         wire, ctx = self._compress(p, _flat(p, grad))
         before, after = self._factors()
@@ -443,6 +458,9 @@ class _DistributedOptimizer(_Distributed):
         self._handles[p] = (handle, ctx)
 
     def _submit_group(self, group: tuple[torch.Tensor, ...]) -> None:
+        if len(group) == 1:
+            self._submit(group[0])
+            return
         name = self._parameter_names[group[0]]
         dense = []
         for p in group:
@@ -489,6 +507,30 @@ class _DistributedOptimizer(_Distributed):
                 if not p.grad.is_sparse and not p.grad.any():
                     p.grad = None
         self._synchronized = True
+
+    def _submit_again(self, errors: dict[Any, Exception]) -> list[Any]:
+        """If a rank has sent a dense gradient, because it did not know that the parameter gets sparse ones, and others
+        have sent a sparse gradient, the operation has failed at all ranks. So they exchange how many sparse dimensions
+        the gradients have, and then all of them send a sparse gradient.
+        """
+        failed = [key for key, e in errors.items() if isinstance(e, MismatchError) and not isinstance(key, tuple)]
+        if not failed or self.sparse_as_dense:
+            return []
+        failed.sort(key=self._parameter_names.__getitem__)  # all ranks have the same errors
+        mine = torch.tensor([p.grad.sparse_dim() if p.grad.is_sparse else 0 for p in failed], device="cpu")
+        name = f"{self._parameter_names[failed[0]]}.sparse_dim"
+        again = []
+        for p, dims in zip(failed, allreduce(mine, name=name, op=Max, process_set=self.process_set).tolist()):
+            if not dims:
+                continue
+            if p.grad.is_sparse:
+                self._handles[p][0].send_values()  # the indices are still in flight
+            else:
+                p.grad, self._was_sparse[p] = p.grad.to_sparse(dims), dims
+                self._submit(p)
+            del errors[p]
+            again.append(p)
+        return again
 
     def _done(self, key: Any, output: Any, ctx: Any) -> None:
         if not isinstance(key, tuple):
