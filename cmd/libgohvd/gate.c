@@ -2,6 +2,7 @@
 // in a forked process, calls if there are two copies of the library in the process, and wrong pointers and sizes.
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <link.h>
 #include <pthread.h>
 #include <signal.h>
@@ -10,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "_cgo_export.h"
 #include "gate.h"
@@ -58,10 +61,49 @@ static void unblock_after_fork(void) {
 	}
 }
 
+char gohvd_poller[64];
+
+// close_if_socket closes the socket that a line of the file gohvd_poller names by its descriptor and its inode. The
+// parent may have another one with this descriptor by now, so the inode must be the same.
+static void close_if_socket(const char *line) {
+	const char *inode = strstr(line, "ino:");
+	struct stat s;
+	if (!strncmp(line, "tfd:", 4) && inode) {
+		int fd = (int)strtol(line + 4, NULL, 10);
+		if (!fstat(fd, &s) && S_ISSOCK(s.st_mode) && s.st_ino == strtoull(inode + 4, NULL, 16)) {
+			close(fd);
+		}
+	}
+}
+
+// close_sockets closes the sockets of this library in a child. Otherwise other ranks would not notice the death of the
+// parent while the child lives.
+static void close_sockets(void) {
+	char buffer[4096];
+	size_t have = 0;
+	ssize_t n;
+	int f = gohvd_poller[0] ? open(gohvd_poller, O_RDONLY | O_CLOEXEC) : -1;
+	while (f >= 0 && (n = read(f, buffer + have, sizeof buffer - 1 - have)) > 0) {
+		buffer[have += (size_t)n] = 0;
+		char *line = buffer, *end;
+		for (; (end = strchr(line, '\n')); line = end + 1) {
+			*end = 0;
+			close_if_socket(line);
+		}
+		have -= (size_t)(line - buffer);
+		memmove(buffer, line, have);
+	}
+	if (f >= 0) {
+		close(f);
+	}
+	gohvd_poller[0] = 0; // the child may use these descriptors for other files before it forks itself
+}
+
 // after_fork is called in a child. SIGTERM must not wait there for a goroutine, which would never run.
 static void after_fork(void) {
 	struct sigaction a;
 	forked = 1;
+	close_sockets();
 	if (!sigaction(SIGTERM, NULL, &a) && is_ours(&a)) {
 		sigaction(SIGTERM, &first_term, NULL);
 	}

@@ -21,6 +21,11 @@ enum {
  * maybe after the packages of Go were initialized. */
 extern char *gohvd_path;
 
+/* The file in which the kernel lists the descriptors of which the poller of the Go runtime learns events. All sockets of
+ * the library are among them, apart from the one to a sidecar, which watches the process. It is an empty text if the
+ * file is not known. */
+extern char gohvd_poller[64];
+
 /* gohvd_restore_limit undoes the change of the Go runtime to the limit of open files. */
 void gohvd_restore_limit(void);
 

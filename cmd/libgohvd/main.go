@@ -22,8 +22,10 @@ import "C"
 import (
 	"fmt"
 	"math"
+	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -60,6 +62,32 @@ var memory = library.Memory{
 func init() {
 	C.gohvd_restore_limit()
 	config.Environ = environ
+	findPoller()
+}
+
+// findPoller sets gohvd_poller. The poller is the one that has the ends of a new pipe.
+func findPoller() {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return
+	}
+	defer r.Close()
+	defer w.Close()
+	info, err := r.Stat()
+	if err != nil {
+		return
+	}
+	inode := fmt.Sprintf(" ino:%x ", info.Sys().(*syscall.Stat_t).Ino)
+	links, _ := filepath.Glob("/proc/self/fd/*")
+	for _, link := range links {
+		if target, _ := os.Readlink(link); target != "anon_inode:[eventpoll]" {
+			continue
+		}
+		file := "/proc/self/fdinfo/" + filepath.Base(link)
+		if list, _ := os.ReadFile(file); strings.Contains(string(list), inode) {
+			copy(unsafe.Slice((*byte)(unsafe.Pointer(&C.gohvd_poller[0])), len(C.gohvd_poller)-1), file)
+		}
+	}
 }
 
 // environ returns the environment of the process as it is now. Go has copied it when the library was loaded.
