@@ -153,8 +153,8 @@ class Worker:
             value_array = np.array(array, order="C")
         if width:
             count = width * len(key_array)
-            if out is not None and (tuple(out.shape) and np.prod(out.shape) != count or _array(out).dtype != self._dtype):
-                raise ValueError(f"pull: got out with {np.prod(out.shape)} values, want {count} of type {self._dtype}")
+            if out is not None:
+                self._check_out(out, count)
             results = np.empty(count, self._dtype)
         x = _library.Exchange(ctypes.sizeof(_library.Exchange), self._app, self._number)
         x.keys, x.num_keys = key_array.ctypes.data, len(key_array)
@@ -166,6 +166,20 @@ class Worker:
             x.results, x.results_bytes = results.ctypes.data, results.nbytes
         x.command, x.priority = command, priority
         return Request(x, (key_array, value_array, results), results, out)
+
+
+    def _check_out(self, out: Any, count: int) -> None:
+        """Raises ValueError if count pulled values cannot be written to out."""
+        device = str(getattr(out, "device", "cpu"))
+        if device != "cpu":
+            raise ValueError(f"pull: got out on device {device}, want an array or a tensor on the CPU")
+        target = _numpy(out)
+        if target.size != count or target.dtype != self._dtype:
+            raise ValueError(
+                f"pull: got out with {target.size} values of type {target.dtype}, want {count} of type {self._dtype}"
+            )
+        if not target.flags.writeable:
+            raise ValueError("pull: got out that is read-only, want an array that can be written")
 
 
 class Node:
