@@ -28,6 +28,7 @@ func nodes(t testing.TB, args ...string) *exec.Cmd {
 
 // pythonNodes is a program that pushes and pulls numpy arrays and torch tensors, and checks errors.
 const pythonNodes = `
+import os, threading
 import numpy as np
 from gohvd import ps
 from gohvd.exceptions import HorovodInternalError
@@ -40,7 +41,8 @@ def refused(error, text, f, *args, **kw):
     else:
         raise AssertionError("no error: want " + text)
 
-with ps.start() as node:
+slow = os.environ["DMLC_ROLE"] == "worker" and os.environ["DMLC_RANK"] == "1"
+with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
     assert (node.num_workers, node.num_servers) == (2, 2), vars(node)
     if node.role == "server":
         node.serve(0, "float32")
@@ -50,6 +52,8 @@ with ps.start() as node:
             node.serve(3, "int64", "sgd", 0.1)
         except ValueError as e:
             assert "handler" in str(e), e
+        node.barrier(ps.SERVERS | ps.WORKERS)
+        node.serve(4, "float32")
     if node.role == "worker":
         w = node.worker(0, "float32")
         keys = np.array([1, ps.MAX_KEY // 2, ps.MAX_KEY - 10], np.uint64)
@@ -98,6 +102,17 @@ with ps.start() as node:
             refused(ValueError, "float64", w.push, keys, np.ones(3))
             refused(ValueError, "this process is a worker", node.serve, 3, "float32")
             refused(ValueError, "want 0 to 2147483647", node.worker(-1, "int64").pull, [7])
+        node.barrier()
+        late, pushing = node.worker(4, "float32"), threading.Event()
+        other = threading.Thread(target=lambda: (pushing.wait(), node.barrier(ps.SERVERS | ps.WORKERS)))
+        other.start()
+        requests = [late.push([1], np.ones(1, np.float32))]
+        pushing.set()
+        # At worker 1, this push waits for the answer to the first one, and so until the other thread has run.
+        requests.append(late.push([1], np.ones(1, np.float32)))
+        other.join()
+        for r in requests:
+            r.wait()
         node.clock()
         print("worker", node.rank, "is done", flush=True)
 `

@@ -84,7 +84,7 @@ class Request:
         self._error: Exception | None = None
         self._handle = _library.Handle()
         _library.reap()
-        check(quick.hvd_ps_exchange(exchange, self._handle))
+        check(waiting.hvd_ps_exchange(exchange, self._handle))  # it waits if too many requests are not answered
 
     def done(self) -> bool:
         """Returns whether the request has completed or failed. It does not block."""
