@@ -718,13 +718,10 @@ class Engine:
                 if other.ranks == s.ranks and not other.members_only:
                     raise ValueError(f"a process set with these ranks is already registered: {other}")
         limit = check_timeout(timeout, "add_process_set")
-        handle, result = _library.Handle(), _library.Result()
-        check(
-            quick.hvd_add_process_set(
-                _library.Ranks(s.ranks), _library.MEMBERS_ONLY if members_only else 0, name.encode(), limit, None, handle
-            )
-        )
-        _library.wait(handle, result)
+        flags, result = _library.MEMBERS_ONLY if members_only else 0, _library.Result()
+        with _library.new_handle() as handle:
+            check(quick.hvd_add_process_set(_library.Ranks(s.ranks), flags, name.encode(), limit, None, handle))
+            _library.wait(handle, result)
         with self._lock:
             self.place()
             self._sets[result.process_set] = s
@@ -739,12 +736,12 @@ class Engine:
         number = s.process_set_id
         if not number or number not in self._sets:
             return False
-        handle = _library.Handle()
-        check(quick.hvd_remove_process_set(number, check_timeout(timeout, "remove_process_set"), handle))
-        if wait:
-            _library.wait(handle)
-        else:
-            quick.hvd_release(handle.value)
+        with _library.new_handle() as handle:
+            check(quick.hvd_remove_process_set(number, check_timeout(timeout, "remove_process_set"), handle))
+            if wait:
+                _library.wait(handle)
+            else:
+                quick.hvd_release(handle.value)
         with self._lock:
             self._sets.pop(number, None)
             for other in [r for r in self._registered if r.process_set_id == number]:

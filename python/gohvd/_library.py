@@ -7,6 +7,7 @@ signal handlers run soon.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import functools
 import json
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -420,11 +421,22 @@ def wait(handle: Handle, result: Result | None = None, limit: float = math.inf) 
             raise TimeoutError
 
 
+@contextlib.contextmanager
+def new_handle() -> Iterator[Handle]:
+    """Is a context with a new handle, which is released if an exception ends the context, as one of a signal handler."""
+    handle = Handle()
+    try:
+        yield handle
+    except BaseException:
+        quick.hvd_release(handle.value)
+        raise
+
+
 def call(function: Any, *args: Any) -> None:
     """Calls a function whose last parameter is a handle, and waits for what it has begun."""
-    handle = Handle()
-    check(function(*args, ctypes.byref(handle)))
-    wait(handle)
+    with new_handle() as handle:
+        check(function(*args, ctypes.byref(handle)))
+        wait(handle)
 
 
 abandoned: collections.deque[tuple[int, Any]] = collections.deque()

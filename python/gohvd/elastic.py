@@ -38,12 +38,12 @@ def _progress() -> _library.Elastic:
 
 def _vote(flags: int) -> None:
     """Waits for all ranks."""
-    handle = _library.Handle()
-    status = _library.waiting.hvd_elastic_vote(flags, _library.SLICE, handle)
-    if status == _library.PENDING:
-        _library.wait(handle)
-    else:
-        _library.check(status)
+    with _library.new_handle() as handle:
+        status = _library.waiting.hvd_elastic_vote(flags, _library.SLICE, handle)
+        if status == _library.PENDING:
+            _library.wait(handle)
+        else:
+            _library.check(status)
 
 
 class _NotificationManager:

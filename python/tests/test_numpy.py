@@ -12,12 +12,14 @@ import signal
 import sys
 import unittest
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
 import gohvd
 import gohvd.numpy as hvd
 import programs
+from gohvd import elastic
 from gohvd.process_sets import get_process_set_ids_and_ranks
 
 INTS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]
@@ -206,25 +208,46 @@ class Numpy(unittest.TestCase):
                 self.equal(h.wait(), np.full(2, float((turn + i) * self.size)))
 
     @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
+    def interrupted(self, call: Callable[[], object]) -> None:
+        """Lets a signal handler end a call at rank 0, in which rank 0 waits for the other ranks. These go on afterwards."""
+        if self.size == 1:
+            return
+        if self.rank > 0:
+            hvd.recv(np.zeros(1), 0)
+            return
+
+        def tick(*_: object) -> None:
+            raise TimeoutError
+
+        self.addCleanup(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, tick))
+        with self.assertRaises(TimeoutError):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            call()
+        for r in range(1, self.size):
+            hvd.send(np.zeros(1), r)
+
     def test_interrupted(self) -> None:
-        """A rank whose unnamed operation was interrupted while it waited for the others may begin the next one."""
-        if self.rank == 0 and self.size > 1:
-            self.addCleanup(signal.signal, signal.SIGALRM, signal.getsignal(signal.SIGALRM))
-
-            def tick(*_: object) -> None:
-                raise TimeoutError
-
-            signal.signal(signal.SIGALRM, tick)
-            with self.assertRaises(TimeoutError):
-                signal.setitimer(signal.ITIMER_REAL, 0.2)
-                hvd.allreduce([1.0], op=hvd.Sum)
-            for r in range(1, self.size):
-                hvd.send(np.zeros(1), r)
-        else:
-            if self.size > 1:
-                hvd.recv(np.zeros(1), 0)
+        """A rank whose unnamed operation was interrupted may begin the next one."""
+        self.interrupted(lambda: hvd.allreduce([1.0], op=hvd.Sum))
+        if self.rank > 0:
             hvd.allreduce([1.0], op=hvd.Sum)
         self.equal(hvd.allreduce([2.0], op=hvd.Sum), np.array([2.0 * self.size]))
+
+    def test_interrupted_vote(self) -> None:
+        """A rank whose commit was interrupted can train in the next job."""
+
+        def train(state: elastic.ObjectState, again: bool) -> None:
+            if not again:
+                self.interrupted(state.commit)
+                raise KeyError("this training ends")
+            state.commit()
+
+        state = elastic.ObjectState(lambda value, root_rank=0: value, hvd.rank, step=0)
+        with self.assertRaisesRegex(KeyError, "this training ends"):
+            elastic.run(train)(state, False)
+        hvd.shutdown()
+        hvd.init()
+        elastic.run(train)(state, True)
 
     def test_with_torch(self) -> None:
         """gohvd.numpy and gohvd.torch use the same name in turn. Both get right results."""
