@@ -366,14 +366,33 @@ func awaitAny(all []pending, limit time.Duration, first func() int) (i int) {
 	if i := first(); i >= 0 {
 		return i
 	}
-	cases := []reflect.SelectCase{{Dir: reflect.SelectRecv, Chan: reflect.ValueOf(timer)}}
+	awaitDone(all, timer)
+	return first()
+}
+
+// maxCases is how many pending awaitDone passes to reflect.Select, which takes 65536 cases.
+const maxCases = 1<<16 - 2
+
+// awaitDone waits until one of several things is done, or until it receives from stop.
+func awaitDone(all []pending, stop <-chan time.Time) {
+	cases := []reflect.SelectCase{{Dir: reflect.SelectRecv, Chan: reflect.ValueOf(stop)}}
+	if len(all) > maxCases {
+		end, ended, rest := make(chan time.Time), make(chan struct{}), all[maxCases:]
+		go func() {
+			defer close(ended)
+			awaitDone(rest, end)
+		}()
+		defer func() {
+			close(end)
+			<-ended
+		}()
+		cases = append(cases, reflect.SelectCase{Dir: reflect.SelectRecv, Chan: reflect.ValueOf(ended)})
+		all = all[:maxCases]
+	}
 	for _, p := range all {
 		cases = append(cases, reflect.SelectCase{Dir: reflect.SelectRecv, Chan: reflect.ValueOf(p.done())})
 	}
-	if i, _, _ := reflect.Select(cases); i > 0 {
-		return i - 1
-	}
-	return first()
+	reflect.Select(cases)
 }
 
 // Poll reports whether what h stands for is done. If it is, its name is free. Otherwise Poll makes the engine

@@ -335,6 +335,23 @@ func (d *driven) drive(time.Time, func() bool) { d.drives++ }
 
 func (d *driven) notify() { d.notifications++ }
 
+// TestWaitForManyHandles waits for more handles than reflect.Select takes cases.
+func TestWaitForManyHandles(t *testing.T) {
+	l := New(nil, goMemory)
+	handles := make([]Handle, 140_000)
+	for i := range handles {
+		handles[i] = l.NewGate()
+	}
+	if _, err := l.WaitAny(handles, time.Millisecond); !errors.Is(err, ErrPending) {
+		t.Errorf("got %v, want ErrPending", err)
+	}
+	last := len(handles) - 1
+	go func() { _ = l.Open(handles[last]) }()
+	if i, err := l.WaitAny(handles, Forever); i != last || err != nil {
+		t.Errorf("got handle %d, %v, want %d", i, err, last)
+	}
+}
+
 // TestWaitWithGate checks that a wait for a gate leaves it to the engine to make progress, and that any other
 // wait drives the engine.
 func TestWaitWithGate(t *testing.T) {
