@@ -356,8 +356,8 @@ func script(t *testing.T, program string) string {
 }
 
 // TestPythonWorkerOutlivesRank checks that rank 0 hears of the death of rank 1 although a forked worker of
-// rank 1 goes on. It does not wait for heartbeats, because the worker does not keep the connections of the rank
-// open.
+// rank 1 goes on. It does not wait for heartbeats, because the worker does not keep the connections of the
+// rank open.
 func TestPythonWorkerOutlivesRank(t *testing.T) {
 	testnet.NeedTorch(t) // which brings numpy
 	for _, sidecar := range []string{"", "spawn"} {
