@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -356,37 +357,45 @@ class Call(Generic[A]):
             self.results()
         return True
 
-    def settle(self) -> None:
-        """Waits until the operation is done, with or without an error. It does not write the results to arrays to which
-        the library has not written them.
+    def settle(self, end: float | None = None) -> bool:
+        """Waits until the operation is done, with or without an error, or until the time end, if it is given, of the clock
+        time.monotonic. Returns whether the operation is done. It does not write the results to arrays to which the library
+        has not written them.
         """
+        limit = SLICE
         while True:
             slot, completion = self.slot, self.completion
             if slot is None:
-                return
+                return True
+            if end is not None:
+                left = end - time.monotonic()
+                limit = ctypes.c_double(min(max(left, 0.0), SLICE.value))
             if completion is None or completion.result is None:
-                status = waiting.hvd_finish(self.number, SLICE, None)
+                status = waiting.hvd_finish(self.number, limit, None)
             else:
-                status = self._finish(completion.result)
+                status = self._finish(completion.result, limit)
             # An exception of a signal handler may come anywhere, and other threads may wait for the operation too.
             if status == SUCCESS:
                 # hvd_finish returns it only once, so no other thread puts the slot back.
                 self.slot = slot.arrays = None
                 slot.home.append(slot)
-                return
+                return True
             if status == NO_HANDLE:
                 self.slot = None  # hvd_finish has returned before, in another thread or just before an exception
-            elif status != PENDING:
+            elif status == PENDING:
+                if end is not None and left <= 0:
+                    return False
+            else:
                 self.error = _error(status, completion)
                 quick.hvd_release(self.number)
                 self.slot = slot.arrays = None
 
-    def _finish(self, result: _library.Result) -> int:
+    def _finish(self, result: _library.Result, limit: ctypes.c_double) -> int:
         """Waits as hvd_finish does, and returns its status. It keeps a thread that learns that another one has got the
         result from reading the result too early.
         """
         index = ctypes.c_size_t()
-        if waiting.hvd_wait_any(_library.Handle(self.number), 1, SLICE, index) == PENDING:
+        if waiting.hvd_wait_any(_library.Handle(self.number), 1, limit, index) == PENDING:
             return PENDING
         with _finishing:
             return waiting.hvd_finish(self.number, 0.0, ctypes.addressof(result))

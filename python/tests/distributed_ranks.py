@@ -347,9 +347,12 @@ class Messages(Ranks):
         for dtype in (torch.float32, torch.bool, torch.complex64, torch.int64):
             sent = dist.isend(self.ours(3, 2).to(dtype), after, tag=7)
             x = torch.zeros(3, 2, dtype=dtype)
-            dist.recv(x, before, tag=7)
+            with mock.patch.object(_work._finisher, "add", wraps=_work._finisher.add) as add:
+                dist.recv(x, before, tag=7)
+                sent.wait()
             self.equal(x, torch.full((3, 2), before + 1.0).to(dtype))
-            sent.wait()
+            # The thread that waits does so without the help of another one.
+            self.assertEqual([c.args[0].what for c in add.call_args_list if "tag 7" in c.args[0].what], [])
         x, y = torch.zeros(2), torch.zeros(2)
         ops = [dist.P2POp(dist.isend, self.ours(2), after), dist.P2POp(dist.irecv, x, before)]
         for work in dist.batch_isend_irecv(ops):

@@ -1,7 +1,7 @@
 """The results of operations: torch's Work and Future over calls of the engine.
 
-The thread that calls ``wait`` waits for the operation itself. Only if the program asks for a future or waits with a
-timeout, a thread of this module, the *finisher*, waits for the operation too.
+The thread that calls ``wait`` waits for the operation itself. Only if the program asks for a future, a thread of this
+module, the *finisher*, waits for the operation too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Operation:
     """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
     expected: Callable[[], str] | None = None
     """Says what this rank has expected, for the text of a MismatchError."""
-    _ended: threading.Event | None = None
     _future: torch.futures.Future | None = None
     _public: torch.futures.Future | None = None
 
@@ -74,19 +73,20 @@ class Operation:
         whole.limit = max([part.limit for part in parts], default=_NO_TIMEOUT)
         return whole
 
-    def finish(self) -> None:
-        """Waits for the operation and writes its results to the output tensors. It does not raise the operation's
-        error.
+    def finish(self, end: float | None = None) -> bool:
+        """Waits for the operation, at most until the time end of the clock time.monotonic, if it is given, and writes its
+        results to the output tensors. Returns whether the operation is done. It does not raise the operation's error.
         """
         if self._process is not _process:
             self.after_fork()
         if self.done:
-            return
+            return True
         for call in self.calls:
-            call.settle()
+            if not call.settle(end):
+                return False
         with self._lock:
             if self.done:
-                return
+                return True
             try:
                 self._write()
             except Exception as e:
@@ -95,10 +95,9 @@ class Operation:
                 self.error = e.with_traceback(None)
             self.calls, self._after, self.expected = (), None, None
             self.done = True
-        if self._ended is not None:
-            self._ended.set()
         if self._future is not None:
             self._future.set_result(None)
+        return True
 
     def after_fork(self) -> None:
         """Ends the operation with an error, because this process was forked after the operation had begun. A thread
@@ -135,18 +134,6 @@ class Operation:
     def handles(self) -> list[int]:
         """Returns the handles of the calls in flight."""
         return [h for h in [call.handle() for call in self.calls] if h]
-
-    def wait_until(self, timeout: timedelta) -> bool:
-        """Waits until the operation is done, at most for the timeout. Returns whether it is done."""
-        if self.poll():
-            return True
-        with self._lock:
-            if self.done:
-                return True
-            if self._ended is None:
-                self._ended = threading.Event()
-        _finisher.add(self)
-        return self._ended.wait(timeout.total_seconds())
 
     def future(self, devices: list[torch.device]) -> torch.futures.Future:
         """Returns the future of the operation. All calls return the same future."""
@@ -309,7 +296,7 @@ class Work(dist.Work):
         operation, self._used = self._operation, True
         limit = timeout if timeout > _NO_TIMEOUT else operation.limit
         if limit > _NO_TIMEOUT:
-            if not operation.wait_until(limit):
+            if not operation.finish(time.monotonic() + limit.total_seconds()):
                 raise RuntimeError(
                     f"torch.distributed.{operation.what}: timed out after {limit.total_seconds():g} s, "
                     "waiting for the other ranks; the operation goes on"
