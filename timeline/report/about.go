@@ -51,7 +51,7 @@ type Pending struct {
 type pendingOp struct {
 	tensor, kind  string
 	set           topo.ProcessSetID
-	submitted, at int64
+	submitted, at stamp
 	granted       bool
 }
 

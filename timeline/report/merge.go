@@ -134,14 +134,13 @@ func (m *merger) rank(f *rankFiles) error {
 	m.meta(f.rank, 0, "process_sort_index", map[string]any{"sort_index": f.rank})
 	r := &mergedRank{files: f, ids: make(map[string]int), lanes: make(map[int64]int)}
 	m.thread(r, "rank")
-	var e event
 	for _, s := range f.segments {
 		pids := make(map[int64]int) // declared here, because pids are valid only within a segment
-		err := s.events(func(text jsontext.Value) error {
-			if err := parse(text, &e); err != nil {
-				return err
+		err := s.events(func(e *event, text jsontext.Value, malformed error) error {
+			if malformed != nil {
+				return malformed
 			}
-			m.event(r, s, pids, &e, text)
+			m.event(r, s, pids, e, text)
 			return m.err
 		})
 		if err != nil {
@@ -237,13 +236,13 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	if span {
 		// A span is written when it has ended, after those inside of it, so the times of its thread are not
 		// in order.
-		begin, end := now(e.at), now(e.at+nanos(max(e.Duration, 0)))
+		begin, end := now(int64(e.Time)), now(int64(e.Time+max(e.Duration, 0)))
 		begun := micros(begin)
 		out.Time, *out.Duration = &begun, micros(max(end-begin, 0))
 		m.put(out)
 		return
 	}
-	m.at(out, t, now(e.at))
+	m.at(out, t, now(int64(e.Time)))
 }
 
 // at writes a record on thread t. The time of the record is the time in at or the latest time on the thread,

@@ -84,7 +84,6 @@ func newRankReader(f *rankFiles) *rankReader {
 // operations passes the operations of all segments to yield until yield returns false. Consecutive tensors of
 // a process set with the same operation number form one operation, unless they are messages.
 func (r *rankReader) operations(yield func(*operation) bool) error {
-	var e event
 	for _, s := range r.files.segments {
 		r.shift, r.tracks, r.stage = s.monotonic-r.files.clock.base, make(map[int64]string), outside
 		more := true
@@ -94,11 +93,10 @@ func (r *rankReader) operations(yield func(*operation) bool) error {
 			}
 			continue
 		}
-		err := s.events(func(text jsontext.Value) error {
-			err := parse(text, &e)
-			ended := false
+		err := s.events(func(e *event, _ jsontext.Value, malformed error) error {
+			ended, err := false, malformed
 			if err == nil {
-				ended, err = r.apply(&e)
+				ended, err = r.apply(e)
 			}
 			if err != nil || !ended {
 				return err
@@ -156,19 +154,20 @@ func (o *operation) complete() *operation {
 
 // reference converts a time of the current segment to rank 0's clock. It never returns 0, because 0 means
 // that a time is not known.
-func (r *rankReader) reference(at int64) time.Duration {
-	if at = r.files.clock.reference(at + r.shift); at == 0 {
-		at = 1
+func (r *rankReader) reference(at stamp) time.Duration {
+	ns := r.files.clock.reference(int64(at) + r.shift)
+	if ns == 0 {
+		ns = 1
 	}
-	return time.Duration(at)
+	return time.Duration(ns)
 }
 
-// exact returns the time that an argument of an event has in us or, if there is none, the given one.
-func (r *rankReader) exact(us *float64, otherwise time.Duration) time.Duration {
-	if us == nil {
+// exact returns the time that an argument of an event has or, if it is missing, the given one.
+func (r *rankReader) exact(at stamp, otherwise time.Duration) time.Duration {
+	if at == never {
 		return otherwise
 	}
-	return r.reference(nanos(*us))
+	return r.reference(at)
 }
 
 // apply processes an event. It returns true if the event is the last one of a tensor in an operation, which
@@ -193,7 +192,7 @@ func (r *rankReader) apply(e *event) (ended bool, err error) {
 	case e.PID != r.pid:
 		return false, violationf("got an event of track %d within an operation of track %d", e.PID, r.pid)
 	}
-	n, now := &r.op.Records[0], r.reference(e.at)
+	n, now := &r.op.Records[0], r.reference(e.Time)
 	switch p := e.Phase; {
 	case r.stage == negotiating && p == "X":
 		return false, r.arrive(e, now)
@@ -223,7 +222,7 @@ func (r *rankReader) apply(e *event) (ended bool, err error) {
 
 // event passes an event that does not belong to a tensor to mark.
 func (r *rankReader) event(e *event) {
-	span := trace.Span{Begun: r.reference(e.at), End: r.reference(e.at + nanos(e.Duration))}
+	span := trace.Span{Begun: r.reference(e.Time), End: r.reference(e.Time + e.Duration)}
 	switch {
 	case e.Name == "hvd_step":
 		r.mark(mark{at: span.Begun, step: e.Args.Step})
@@ -245,7 +244,7 @@ func (r *rankReader) beginTensor(e *event, kind string) {
 	if k, known := kindOf[kind]; known {
 		n.Kind = k
 	}
-	n.Submitted = r.exact(e.Args.Submitted, r.reference(e.at))
+	n.Submitted = r.exact(e.Args.Submitted, r.reference(e.Time))
 	r.op = operation{Operation: trace.Operation{Records: []trace.Record{n}},
 		arrivals: make([][]time.Duration, 1)}
 }
@@ -268,10 +267,10 @@ func (r *rankReader) endTensor(e *event, now time.Duration) error {
 	n, a := &r.op.Records[0], &e.Args
 	n.Ended, n.Bytes, n.Error, r.op.fused = now, max(a.Bytes, 0), clip(a.Error), a.Fused
 	n.Backend, n.Algorithm = a.Backend, a.Algorithm
-	if a.Peer != nil {
-		n.Peer = *a.Peer
+	if a.Peer != noPeer {
+		n.Peer = a.Peer
 	} else if n.Kind.IsMessage() || n.Kind.IsRequest() {
-		n.Peer = -1
+		n.Peer = noPeer
 	}
 	if a.DType != "" {
 		if err := n.DType.UnmarshalText([]byte(a.DType)); err != nil {

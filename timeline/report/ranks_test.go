@@ -1,6 +1,7 @@
 package report
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand/v2"
 	"path/filepath"
@@ -8,6 +9,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/go-json-experiment/json/jsontext"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -63,7 +66,8 @@ func randomOperation(r *rand.Rand, number uint64, at time.Duration) trace.Operat
 	return op
 }
 
-// The reader gets the operations that a timeline has recorded: the same records, activities and arrivals.
+// The reader gets the operations that a timeline has recorded: the same records, activities and arrivals. The
+// scanner parses no frequent event with package json.
 func TestOperationsComeBack(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -85,7 +89,10 @@ func TestOperationsComeBack(t *testing.T) {
 			own.Records[i].Name = fmt.Sprintf("t%d.%d", number+1, i)
 		}
 		tl.Record(&own)
+		tl.Cycle(at)
 	}
+	tl.Span(trace.Span{Kind: trace.Range, Name: "forward", Begun: 1, End: at})
+	tl.Span(trace.Span{Kind: trace.Wait, Name: "t1.0", Begun: 1, End: at})
 	if err := tl.Close(); err != nil || tl.Dropped() > 0 {
 		t.Fatalf("%v, %d dropped", err, tl.Dropped())
 	}
@@ -106,5 +113,17 @@ func TestOperationsComeBack(t *testing.T) {
 	})
 	if problems := j.damages(); err != nil || n != len(want) || len(problems) > 0 {
 		t.Errorf("seed %d: got %d operations, %v and %q, want %d", seed, n, err, problems, len(want))
+	}
+	var q quick
+	err = j.ranks[0].segments[0].events(func(_ *event, text jsontext.Value, _ error) error {
+		rare := bytes.Contains(text, []byte(`"hvd_`)) || bytes.Contains(text, []byte(`_micros"`))
+		escaped := bytes.ContainsRune(text, '\\')
+		if e := new(event); q.event(append(slices.Clone(text), 0), e) != len(text) && !rare && !escaped {
+			t.Errorf("%s is not decoded by quick", text)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
 	}
 }

@@ -1,10 +1,12 @@
 package report
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
 	"math"
+	"strings"
 
 	"github.com/go-json-experiment/json"
 	"github.com/go-json-experiment/json/jsontext"
@@ -44,18 +46,149 @@ var (
 	errTooLong  = fmt.Errorf("got an event of more than %d bytes", maxRecord)
 )
 
-// scanner splits a JSON array into its events. It keeps at most one event in memory, even if the file is
-// malformed.
+// scanner reads the events of a JSON array. It keeps at most one event in memory, besides its buffer, even if
+// the file is malformed.
+//
+// quick decodes nearly all events that package timeline writes, and parse the others. From the first event on
+// that neither of them decodes, the decoder of package json reads the rest of the file. So all errors are its
+// errors.
 type scanner struct {
+	r    io.Reader
+	file string
+	quick
+	// buf[i:n] has been read and not been decoded. A 0 byte follows, which quick needs. base is the offset
+	// of buf in the file, and err the error of the last read.
+	buf  []byte
+	i, n int
+	base int64
+	err  error
+	// any says that an event has been decoded, and began is its offset in the file.
+	any    bool
+	began  int64
+	rest   *rest // reads the rest of the file, unless it is nil
+	failed error
+}
+
+func newScanner(r io.Reader, file string) *scanner {
+	return &scanner{r: r, file: file, buf: make([]byte, scanBuffer+1)}
+}
+
+// next decodes the next event into e, and returns its text, which is valid until the next call of next. If the
+// error is a violation, the events after this one can be read. Other errors are final, and next returns them
+// again: after the closing bracket io.EOF, and if the file violates the format, a *FormatError.
+func (s *scanner) next(e *event) (jsontext.Value, error) {
+	if s.failed != nil {
+		return nil, s.failed
+	}
+	if s.rest == nil {
+		if text := s.buffered(e); text != nil {
+			return text, nil
+		}
+		s.rest = s.general()
+	}
+	text, err := s.rest.next()
+	if err != nil {
+		s.failed = err
+		return nil, err
+	}
+	s.began = s.rest.base + s.rest.InputOffset() - int64(len(text))
+	return text, parse(text, e)
+}
+
+// buffered decodes the next event and returns its text. If it cannot, or the buffer has no room for the event,
+// it returns nil.
+func (s *scanner) buffered(e *event) jsontext.Value {
+	at := s.separator()
+	n := 0
+	if at >= 0 {
+		n = s.quick.event(s.buf[s.i+at:s.n+1], e)
+	}
+	if n == 0 && s.fill() {
+		if at = s.separator(); at >= 0 {
+			n = s.quick.event(s.buf[s.i+at:s.n+1], e)
+		}
+	}
+	if at < 0 {
+		return nil
+	}
+	text := s.buf[s.i+at : s.n]
+	if n == 0 {
+		if n = objectLen(text); n == 0 || parse(text[:n], e) != nil {
+			return nil
+		}
+	}
+	s.any, s.began = true, s.base+int64(s.i+at)
+	s.i += at + n
+	return text[:n]
+}
+
+// objectLen returns the length of the JSON object at the beginning of text if it is valid and complete. If it is
+// not, the result may be any.
+func objectLen(text []byte) int {
+	depth, quoted := 0, false
+	for i := 0; i < len(text); i++ {
+		switch c := text[i]; {
+		case c == '"':
+			quoted = !quoted
+		case c == '\\':
+			i++
+		case quoted:
+		case c == '{':
+			depth++
+		case c == '}':
+			if depth--; depth == 0 {
+				return i + 1
+			}
+		}
+	}
+	return 0
+}
+
+// separator returns the number of bytes that precede the next event, or -1 if they are not the bracket or
+// comma and blanks, or not read yet.
+func (s *scanner) separator() int {
+	want := byte('[')
+	if s.any {
+		want = ','
+	}
+	for i, c := range s.buf[s.i:s.n] {
+		switch {
+		case c == want:
+			want = '{'
+			if c == '{' {
+				return i
+			}
+		case c != ' ' && c != '\n' && c != '\t' && c != '\r':
+			return -1
+		}
+	}
+	return -1
+}
+
+// fill reads until the buffer is full, or to the end of the file, and reports whether there was more.
+func (s *scanner) fill() bool {
+	s.n = copy(s.buf, s.buf[s.i:s.n])
+	s.base += int64(s.i)
+	s.i = 0
+	before := s.n
+	for n := 0; s.n < len(s.buf)-1 && s.err == nil; s.n += n {
+		n, s.err = s.r.Read(s.buf[s.n : len(s.buf)-1])
+	}
+	s.buf[s.n] = 0
+	return s.n > before
+}
+
+// rest reads the rest of a file with the decoder of package json.
+type rest struct {
 	*jsontext.Decoder
 	limit  *limited
 	file   string
-	failed error
+	base   int64 // the offset in the file at which the decoder began
 	opened bool
 }
 
-// limited is a reader that fails after a number of bytes, given by its field left. The scanner uses it to
-// limit the length of an event.
+// limited is a reader that fails after a number of bytes, given by its field left. It is used to limit the
+// length of an event.
 type limited struct {
 	io.Reader
 	left int
@@ -70,63 +203,74 @@ func (l *limited) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// broken is a reader that only returns an error.
+type broken struct{ error }
+
+func (b broken) Read([]byte) (int, error) { return 0, b.error }
+
 // lenient are decoding options that accept duplicate object names and invalid UTF-8.
 var lenient = json.JoinOptions(jsontext.AllowDuplicateNames(true), jsontext.AllowInvalidUTF8(true))
 
-func newScanner(r io.Reader, file string) *scanner {
-	l := &limited{Reader: r}
-	return &scanner{Decoder: jsontext.NewDecoder(l, lenient), limit: l, file: file}
+// general returns a rest that reads what has not been decoded yet.
+func (s *scanner) general() *rest {
+	before := "" // stands for the events that have been decoded
+	if s.any {
+		before = "[{}"
+	}
+	more := s.r
+	if s.err != nil {
+		more = broken{s.err}
+	}
+	l := &limited{io.MultiReader(strings.NewReader(before), bytes.NewReader(s.buf[s.i:s.n]), more),
+		maxRecord + scanBuffer}
+	r := &rest{Decoder: jsontext.NewDecoder(l, lenient), limit: l, file: s.file,
+		base: s.base + int64(s.i-len(before))}
+	if s.any {
+		_, _ = r.next() // cannot fail
+	}
+	return r
 }
 
-// next returns the text of the next event. The text is valid until the next call of next. After the closing
-// bracket the error is io.EOF. If the file violates the format, the error is a *FormatError. After an error,
-// next always returns the same error.
-func (s *scanner) next() (event jsontext.Value, err error) {
-	if s.failed == nil {
-		s.limit.left = maxRecord + scanBuffer
-		event, s.failed = s.scan()
-	}
-	return event, s.failed
-}
-
-func (s *scanner) scan() (jsontext.Value, error) {
-	if !s.opened {
-		if s.PeekKind() != '[' {
-			_, err := s.ReadToken()
-			return nil, s.fault(err, errNoArray)
+// next returns the text of the next event. Its errors are those of scanner.next.
+func (r *rest) next() (jsontext.Value, error) {
+	r.limit.left = maxRecord + scanBuffer
+	if !r.opened {
+		if r.PeekKind() != '[' {
+			_, err := r.ReadToken()
+			return nil, r.fault(err, errNoArray)
 		}
-		if _, err := s.ReadToken(); err != nil {
-			return nil, s.fault(err, nil)
+		if _, err := r.ReadToken(); err != nil {
+			return nil, r.fault(err, nil)
 		}
-		s.opened = true
+		r.opened = true
 	}
-	switch s.PeekKind() {
+	switch r.PeekKind() {
 	case '{':
-		event, err := s.ReadValue()
+		event, err := r.ReadValue()
 		if err != nil {
-			return nil, s.fault(err, nil)
+			return nil, r.fault(err, nil)
 		}
 		return event, nil
 	case ']':
-		if _, err := s.ReadToken(); err != nil {
-			return nil, s.fault(err, nil)
+		if _, err := r.ReadToken(); err != nil {
+			return nil, r.fault(err, nil)
 		}
-		if _, err := s.ReadToken(); !errors.Is(err, io.EOF) {
-			return nil, s.fault(err, errAfterEnd)
+		if _, err := r.ReadToken(); !errors.Is(err, io.EOF) {
+			return nil, r.fault(err, errAfterEnd)
 		}
 		return nil, io.EOF
 	}
-	_, err := s.ReadValue()
-	return nil, s.fault(err, errNoEvent)
+	_, err := r.ReadValue()
+	return nil, r.fault(err, errNoEvent)
 }
 
 // fault returns the error for the current position in the file. err is the error of a failed read, or nil if
 // the text violates the format. want is the violation.
-func (s *scanner) fault(err, want error) error {
-	f := &FormatError{File: s.file, Byte: s.InputOffset(), Err: err}
+func (r *rest) fault(err, want error) error {
+	f := &FormatError{File: r.file, Byte: r.base + r.InputOffset(), Err: err}
 	var syntax *jsontext.SyntacticError
 	if errors.As(err, &syntax) {
-		f.Byte, f.Err = syntax.ByteOffset, syntax.Err
+		f.Byte, f.Err = r.base+syntax.ByteOffset, syntax.Err
 	}
 	switch {
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
@@ -148,21 +292,18 @@ func violationf(format string, args ...any) error { return violation{fmt.Errorf(
 type event struct {
 	Phase string `json:"ph"`
 	Name  string `json:"name"`
-	// Time is the time of the event in microseconds since the start of the file.
-	Time float64 `json:"ts"`
-	// Duration is that of a span of the program, in microseconds. Category says what the program did, and TID
-	// is the lane of the span.
-	Duration float64 `json:"dur"`
-	Category string  `json:"cat"`
-	PID      int64   `json:"pid"`
-	TID      int64   `json:"tid"`
-	Args     args    `json:"args"`
-
-	at int64 // Time, in ns
+	// Time is the time of the event since the start of the file.
+	Time stamp `json:"ts"`
+	// Duration is that of a span of the program. Category says what the program did, and TID is the lane of
+	// the span.
+	Duration stamp  `json:"dur"`
+	Category string `json:"cat"`
+	PID      int64  `json:"pid"`
+	TID      int64  `json:"tid"`
+	Args     args   `json:"args"`
 }
 
-// args has the arguments that the report reads. An event has only some of them, depending on its kind. Times
-// are in microseconds.
+// args has the arguments that the report reads. An event has only some of them, depending on its kind.
 type args struct {
 	Name      string            `json:"name"`
 	DType     string            `json:"dtype"`
@@ -174,34 +315,41 @@ type args struct {
 	Op        uint64            `json:"op"`
 	Bytes     int64             `json:"bytes"`
 	Fused     int64             `json:"fused"`
-	Peer      *topo.Rank        `json:"peer"`
-	Cached    bool              `json:"cached"`
-	Dropped   int64             `json:"dropped"`
-	Start     int64             `json:"start_time_since_epoch_in_micros"`
-	Rank      int64             `json:"rank"`
-	Size      int64             `json:"size"`
-	Epoch     int64             `json:"epoch"`
-	Segment   int64             `json:"segment"`
-	Host      string            `json:"host"`
-	Domain    string            `json:"clock_domain"`
-	Job       string            `json:"job"`
-	Uptime    float64           `json:"monotonic_us"`
-	Offset    float64           `json:"offset_us"`
-	ClockErr  float64           `json:"error_us"`
+	// Peer is noPeer if it is missing.
+	Peer   topo.Rank `json:"peer"`
+	Cached bool      `json:"cached"`
 	// Submitted and At are the exact times of events. The ts of such an event may be later, because the times
 	// on a track must not decrease. Sent is missing if it differs from Submitted by less than a microsecond.
-	Submitted *float64 `json:"submitted"`
-	Step      uint64   `json:"step"`
-	Tensor    string   `json:"tensor"`
+	// Times that are missing are never.
+	Submitted stamp  `json:"submitted"`
+	At        stamp  `json:"at"`
+	Sent      stamp  `json:"sent"`
+	Step      uint64 `json:"step"`
+	Tensor    string `json:"tensor"`
+	*Rare     `json:",inline"`
+}
+
+// Rare has the arguments of events that occur seldom. It is exported only because package json demands that.
+type Rare struct {
+	Dropped  int64  `json:"dropped"`
+	Start    int64  `json:"start_time_since_epoch_in_micros"`
+	Rank     int64  `json:"rank"`
+	Size     int64  `json:"size"`
+	Epoch    int64  `json:"epoch"`
+	Segment  int64  `json:"segment"`
+	Host     string `json:"host"`
+	Domain   string `json:"clock_domain"`
+	Job      string `json:"job"`
+	Uptime   stamp  `json:"monotonic_us"`
+	Offset   stamp  `json:"offset_us"`
+	ClockErr stamp  `json:"error_us"`
 	// These are of the events hvd_job, hvd_set and hvd_pending.
 	Gohvd    string            `json:"gohvd"`
 	Command  []string          `json:"command"`
 	Settings map[string]string `json:"settings"`
 	Ranks    []topo.Rank       `json:"ranks"`
 	Kind     string            `json:"kind"`
-	Granted  *float64          `json:"granted"`
-	At       *float64          `json:"at"`
-	Sent     *float64          `json:"sent"`
+	Granted  *stamp            `json:"granted"`
 }
 
 const (
@@ -210,21 +358,38 @@ const (
 	maxMicros = 1e15
 )
 
+// noPeer is a peer that an event does not have.
+const noPeer topo.Rank = -1
+
+// stamp is a time in ns. Files have times in microseconds.
+type stamp int64
+
+// UnmarshalJSONFrom implements json.UnmarshalerFrom. It ignores null.
+func (s *stamp) UnmarshalJSONFrom(d *jsontext.Decoder) error {
+	var us *float64
+	switch err := json.UnmarshalDecode(d, &us); {
+	case err != nil:
+		return err
+	case us == nil:
+		return nil
+	case math.Abs(*us) > maxMicros:
+		return violationf("got a time of more than %g us", maxMicros)
+	}
+	*s = stamp(math.Round(*us * nanosPerMicro))
+	return nil
+}
+
+// reset removes what e has.
+func (e *event) reset(rare *Rare) {
+	*e = event{Args: args{Peer: noPeer, Submitted: never, At: never, Sent: never, Rare: rare}}
+}
+
 // parse decodes the text of an event into e.
 func parse(text jsontext.Value, e *event) error {
-	*e = event{}
+	e.reset(new(Rare))
 	if err := json.Unmarshal(text, e, lenient); err != nil {
 		return violation{err}
 	}
-	a := &e.Args
-	times := [...]float64{e.Time, e.Duration, a.Uptime, a.Offset, a.ClockErr, valueOf(a.Submitted),
-		valueOf(a.At), valueOf(a.Sent), valueOf(a.Granted)}
-	for _, us := range times {
-		if math.Abs(us) > maxMicros {
-			return violationf("got a time of more than %g us", maxMicros)
-		}
-	}
-	e.at = nanos(e.Time)
 	return nil
 }
 
@@ -234,13 +399,6 @@ func parseShape(text string) (s tensor.Shape, err error) {
 		return nil, violationf("got the shape %.64q: %w", text, err)
 	}
 	return s, nil
-}
-
-func valueOf(us *float64) float64 {
-	if us == nil {
-		return 0
-	}
-	return *us
 }
 
 // argsOf returns the arguments of an event in encoded form. It returns nil if the event has no arguments.

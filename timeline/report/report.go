@@ -268,7 +268,7 @@ type Suggestion struct {
 const top = 10
 
 // micros converts nanoseconds to microseconds.
-func micros[T int64 | float64 | time.Duration](ns T) float64 { return float64(ns) / nanosPerMicro }
+func micros[T ~int64 | float64](ns T) float64 { return float64(ns) / nanosPerMicro }
 
 // Report reads all files and returns the report. It returns an error if a file cannot be read. If a file is
 // damaged, it uses the part before the damage.

@@ -46,10 +46,10 @@ func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
 	for i := range s.entries {
 		switch e := &s.entries[i]; {
 		case e.Step != nil:
-			r.mark(mark{at: r.reference(int64(e.Step.At)), step: e.Step.Number})
+			r.mark(mark{at: r.reference(stamp(e.Step.At)), step: e.Step.Number})
 		case e.Span != nil:
 			r.mark(mark{isSpan: true, span: trace.Span{Kind: e.Span.Kind, Name: clip(e.Span.Name),
-				Begun: r.reference(int64(e.Span.Begun)), End: r.reference(int64(e.Span.End))}})
+				Begun: r.reference(stamp(e.Span.Begun)), End: r.reference(stamp(e.Span.End))}})
 		case e.Operation != nil && !slices.ContainsFunc(e.Operation.Records, notSubmitted):
 			if !yield(r.ofEntry(e)) {
 				return false
@@ -70,7 +70,7 @@ func (r *rankReader) ofEntry(e *live.Entry) *operation {
 	convert := func(times ...*time.Duration) {
 		for _, t := range times {
 			if *t != 0 {
-				*t = r.reference(int64(*t))
+				*t = r.reference(stamp(*t))
 			}
 		}
 	}

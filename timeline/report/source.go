@@ -122,31 +122,33 @@ func find(path string) ([]string, error) {
 // errStop ends the reading of a file without an error.
 var errStop = errors.New("stop")
 
-// events passes each event to the function do, until do returns an error. It returns the error of reading or
-// of do, but nil for errStop. If the file violates the format, or do says that an event does, it sets
-// s.problem and returns nil: the part before the violation can be used.
-func (s *source) events(do func(text jsontext.Value) error) (err error) {
+// events passes each event and its text to the function do, until do returns an error. malformed says why the
+// event is one that cannot be decoded, or is nil. events returns the error of reading or of do, but nil for
+// errStop. If the file violates the format, or do says that an event does, it sets s.problem and returns nil:
+// the part before the violation can be used.
+func (s *source) events(do func(e *event, text jsontext.Value, malformed error) error) (err error) {
 	f, err := os.Open(s.path)
 	if err != nil {
 		return err
 	}
 	defer func() { err = cmp.Or(err, f.Close()) }()
-	packed := bufio.NewReaderSize(f, scanBuffer)
-	var r io.Reader = packed
-	if head, err := packed.Peek(2); err == nil && bytes.Equal(head, []byte{0x1f, 0x8b}) {
-		if r, err = gzip.NewReader(packed); err != nil {
+	var r io.Reader = f
+	var head [2]byte
+	if _, err := f.ReadAt(head[:], 0); err == nil && head == [2]byte{0x1f, 0x8b} {
+		if r, err = gzip.NewReader(bufio.NewReaderSize(f, scanBuffer)); err != nil {
 			return fmt.Errorf("%s: %w", s.path, err)
 		}
 	}
 	scan := newScanner(r, s.path)
+	var e event
 	for {
-		text, err := scan.next()
-		if err == nil {
-			if err = do(text); err == nil {
+		text, err := scan.next(&e)
+		if text != nil {
+			if err = do(&e, text, err); err == nil {
 				continue
 			}
 			if violation := (violation{}); errors.As(err, &violation) {
-				err = &FormatError{File: s.path, Byte: scan.InputOffset() - int64(len(text)), Err: err}
+				err = &FormatError{File: s.path, Byte: scan.began, Err: err}
 			}
 		}
 		switch damage := (*FormatError)(nil); {
@@ -163,17 +165,16 @@ func (s *source) events(do func(text jsontext.Value) error) (err error) {
 // survey reads the file once. It finds out which rank wrote the file, which clock the rank read, and whether
 // the file can be read to its end. It returns an error if nothing in the file can be used.
 func (s *source) survey() error {
-	var e event
 	records, merged, ours := 0, false, false
-	err := s.events(func(text jsontext.Value) error {
+	err := s.events(func(e *event, text jsontext.Value, malformed error) error {
 		records++
-		// Only these events describe the file itself, so survey decodes no other events. Errors in other
-		// events are found when the file is read for the report.
-		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) {
+		// Only these events describe the file itself. Errors in other events are found when the file is read
+		// for the report.
+		if malformed != nil {
+			if bytes.Contains(text, []byte(`"hvd_`)) || bytes.Contains(text, []byte(`start_time_since`)) {
+				return malformed
+			}
 			return nil
-		}
-		if err := parse(text, &e); err != nil {
-			return err
 		}
 		switch a := &e.Args; e.Name {
 		case "process_name":
@@ -189,10 +190,10 @@ func (s *source) survey() error {
 			}
 			ours, s.rank, s.size = true, int(a.Rank), int(a.Size)
 			s.host, s.domain = clip(a.Host), clip(a.Domain)
-			s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, nanos(a.Uptime)
+			s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, int64(a.Uptime)
 			s.dropped = max(s.dropped, a.Dropped)
 		case "hvd_clock":
-			if p := (clockPoint{e.at, nanos(a.Offset), nanos(max(a.ClockErr, 0))}); len(s.points) == 0 ||
+			if p := (clockPoint{int64(e.Time), int64(a.Offset), int64(max(a.ClockErr, 0))}); len(s.points) == 0 ||
 				p.at > s.points[len(s.points)-1].at {
 				s.points = append(s.points, p)
 			}
@@ -209,7 +210,7 @@ func (s *source) survey() error {
 			s.ended = true
 			if len(s.pending) < maxPending {
 				s.pending = append(s.pending, pendingOp{clip(a.Tensor), clip(a.Kind), a.Set,
-					nanos(valueOf(a.Submitted)), e.at, a.Granted != nil})
+					max(a.Submitted, 0), e.Time, a.Granted != nil})
 			}
 		case "hvd_end":
 			s.ended = true

@@ -1,15 +1,84 @@
 package view
 
 import (
+	"fmt"
 	"os"
 	"runtime"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/chromedp/chromedp"
+
+	"github.com/gohvd/gohvd/timeline/report"
 )
+
+// benchJobs are the jobs that the benchmarks read.
+var benchJobs = map[string]testJob{
+	"4 ranks, 2 million events": {ranks: 4, tensors: 161, steps: 240, compute: 20000, late: 2, lateBy: 5000},
+	"256 ranks, 161 tensors, 12 steps": {ranks: 256, hosts: 32, tensors: 161, steps: 12, compute: 100000,
+		late: 137, lateBy: 20000},
+}
+
+// BenchmarkRead measures the time, the processor time and the memory that it takes to read timelines: first to
+// survey the files, and then to read them. Both are before the first picture.
+func BenchmarkRead(b *testing.B) {
+	for name, j := range benchJobs {
+		b.Run(name, func(b *testing.B) {
+			dir := j.write(b, b.TempDir())
+			for b.Loop() {
+				// This sets the peak of the memory to what the process has now.
+				if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {
+					b.Fatal(err)
+				}
+				begun := processorTime(b)
+				job, bad, err := report.Open([]string{dir})
+				if err != nil || bad != nil {
+					b.Fatal(err, bad)
+				}
+				opened := processorTime(b)
+				if _, err := Read(job, report.Options{FusionThresholdBytes: 64 << 20, CacheCapacity: 1024}, dir); err != nil {
+					b.Fatal(err)
+				}
+				b.ReportMetric((opened - begun).Seconds(), "cpu-s-survey")
+				b.ReportMetric((processorTime(b) - opened).Seconds(), "cpu-s-read")
+				b.ReportMetric(peakMemory(b), "MiB-peak")
+			}
+			machine(b)
+		})
+	}
+}
+
+// processorTime returns the processor time of this process.
+func processorTime(b *testing.B) time.Duration {
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// peakMemory returns the most memory that this process has had, in MiB.
+func peakMemory(b *testing.B) float64 {
+	text, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		b.Fatal(err)
+	}
+	_, rest, _ := strings.Cut(string(text), "VmHWM:")
+	var kib float64
+	if _, err := fmt.Sscan(rest, &kib); err != nil {
+		b.Fatal(err)
+	}
+	return kib / 1024
+}
+
+// machine prints the number of processors and the load.
+func machine(b *testing.B) {
+	load, err := os.ReadFile("/proc/loadavg")
+	b.Logf("%d CPUs, load %s, %v", runtime.NumCPU(), strings.TrimSpace(string(load)), err)
+}
 
 // BenchmarkFrames measures the time between frames while the timeline is zoomed and moved, the time until the
 // first picture, and the memory of the server and of the scripts.
@@ -17,11 +86,7 @@ import (
 //
 //	go test -run '^$' -bench Frames -benchtime 1x ./timeline/view
 func BenchmarkFrames(b *testing.B) {
-	for name, j := range map[string]testJob{
-		"4 ranks, 2 million events": {ranks: 4, tensors: 161, steps: 240, compute: 20000, late: 2, lateBy: 5000},
-		"256 ranks, 161 tensors, 12 steps": {ranks: 256, hosts: 32, tensors: 161, steps: 12, compute: 100000,
-			late: 137, lateBy: 20000},
-	} {
+	for name, j := range benchJobs {
 		b.Run(name, func(b *testing.B) {
 			dir := j.write(b, b.TempDir())
 			for b.Loop() {
@@ -39,8 +104,7 @@ func BenchmarkFrames(b *testing.B) {
 				p.list("performance.memory.usedJSHeapSize", &heap)
 				b.ReportMetric(heap/(1<<20), "MiB-script")
 			}
-			load, err := os.ReadFile("/proc/loadavg")
-			b.Logf("%d CPUs, load %s, %v", runtime.NumCPU(), strings.TrimSpace(string(load)), err)
+			machine(b)
 		})
 	}
 }
