@@ -97,14 +97,20 @@ type Late struct {
 	ranks map[int]*RankLateness
 
 	watcher Watcher
+
+	// These have the memory of judge, charge and tell, and the slots that are not used any more.
+	all, late       []submission
+	waiters, blamed []int
+	free            []*slot
 }
 
 // Watcher is told the single waits of which the numbers of a Lateness are sums. A Late calls its methods.
 type Watcher interface {
-	// Waited says that, in an operation after the start-up, the rank waiter waited for the rank late until
-	// the time at. The argument d is the time that is charged to late, and tensor is the name of the
-	// operation's tensor, or of one of its tensors.
-	Waited(tensor string, waiter, late int, at, d time.Duration)
+	// Waited says that, in an operation after the start-up, each of the ranks in waiters waited for each of
+	// the ranks in late until the time at. The argument d is the time for which a waiter waited for one of
+	// them, and tensor is the name of the operation's tensor, or of one of its tensors. The slices are only
+	// valid during the call.
+	Waited(tensor string, waiters, late []int, at, d time.Duration)
 	// HeldUp says that a rank held up all others. steady is false if that belongs to the start-up.
 	HeldUp(rank int, from, to time.Duration, steady bool)
 }
@@ -301,7 +307,8 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 	}
 	p := l.pending[o]
 	if p == nil {
-		p = &slot{operation: o, kind: r.Kind, last: last, lastEnded: never}
+		p = l.slot()
+		p.operation, p.kind, p.last, p.lastEnded = o, r.Kind, last, never
 		l.queue = append(l.queue, p)
 		if o.number > 0 {
 			l.pending[o] = p
@@ -316,12 +323,25 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 	// Arrivals are indexed by position in the process set. The position equals the rank only in process set
 	// 0.
 	if r.Set == topo.Global && len(p.arrivals) == 0 {
-		p.arrivals = LastArrivals(op)
+		p.arrivals = appendLastArrivals(p.arrivals, op)
 		l.kept += len(p.arrivals)
 	}
 	if len(p.submitted) == members || o.number == 0 {
 		l.judge(p)
 	}
+}
+
+// slot returns an empty slot.
+func (l *Late) slot() *slot {
+	n := len(l.free)
+	if n == 0 {
+		return new(slot)
+	}
+	p := l.free[n-1]
+	l.free = l.free[:n-1]
+	clear(p.submitted)
+	*p = slot{submitted: p.submitted[:0], arrivals: p.arrivals[:0]}
+	return p
 }
 
 // lastSubmitted returns the record of the tensor that the rank submitted last.
@@ -348,8 +368,11 @@ func firstSubmitted(op *trace.Operation) *trace.Record {
 
 // LastArrivals returns, for each position in the process set, when the last request for a tensor of the
 // operation arrived at rank 0. The time is 0 if no request arrived.
-func LastArrivals(op *trace.Operation) []time.Duration {
-	last := slices.Clone(op.ArrivalsOf(0))
+func LastArrivals(op *trace.Operation) []time.Duration { return appendLastArrivals(nil, op) }
+
+// appendLastArrivals appends what LastArrivals returns to last, which is empty.
+func appendLastArrivals(last []time.Duration, op *trace.Operation) []time.Duration {
+	last = append(last, op.ArrivalsOf(0)...)
 	for i := range op.Records {
 		for position, at := range op.ArrivalsOf(i) {
 			last[position] = max(last[position], at)
@@ -417,6 +440,7 @@ func (l *Late) Advance(frontier time.Duration) {
 			l.judge(p)
 		}
 		l.queue[l.head] = nil
+		l.free = append(l.free, p)
 	}
 	if 2*l.head >= len(l.queue) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)
@@ -543,8 +567,8 @@ func (l *Late) judge(p *slot) {
 	p.done = true
 	delete(l.pending, p.operation)
 	l.kept -= len(p.submitted) + len(p.arrivals)
-	var all []submission
-	latest := never
+	all, latest := l.all[:0], never
+	defer func() { l.all = all }()
 	// A single submission cannot be compared with others, so the arrivals of all ranks' requests are compared
 	// instead.
 	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
@@ -595,7 +619,7 @@ func (l *Late) judge(p *slot) {
 func sentBefore(all []submission) bool {
 	return slices.ContainsFunc(all, func(s submission) bool {
 		s.at = s.granted
-		return s.sends && slices.ContainsFunc(all, func(other submission) bool { return later(other, s) })
+		return s.sends && slices.ContainsFunc(all, func(other submission) bool { return later(&other, &s) })
 	})
 }
 
@@ -637,7 +661,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 		l.found.Compared++
 		for _, s := range all {
 			late := time.Duration(0)
-			if later(s, first) {
+			if later(&s, &first) {
 				late = s.at - first.at
 			}
 			l.rank(s.Rank).Lateness.Add(int64(late))
@@ -645,7 +669,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	}
 	for i := 0; i < len(all); {
 		top, below := all[i], i+1
-		for below < len(all) && !later(top, all[below]) {
+		for below < len(all) && !later(&top, &all[below]) {
 			below++
 		}
 		if below == len(all) {
@@ -657,13 +681,17 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 		}
 		gap, waiters := top.at-all[below].at, len(all)-below
 		for k := below + 1; k < len(all) && top.at-all[k].at <= 2*l.clockErr; k++ {
-			if !later(top, all[k]) {
+			if !later(&top, &all[k]) {
 				waiters--
 			}
 		}
-		late := slices.DeleteFunc(slices.Clone(all[i:below]), func(s submission) bool {
-			return !later(s, all[below])
-		})
+		late := l.late[:0]
+		for k := i; k < below; k++ {
+			if later(&all[k], &all[below]) {
+				late = append(late, all[k])
+			}
+		}
+		l.late = late
 		if steady {
 			l.found.Waited += float64(gap) * float64(waiters)
 		}
@@ -697,15 +725,17 @@ func (l *Late) tell(last *tensor, top submission, late, others []submission, d t
 	if last != nil {
 		name = last.name
 	}
-	for _, w := range others {
-		if !later(top, w) {
-			continue
-		}
-		for _, s := range late {
-			l.watcher.Waited(name, w.Rank, s.Rank, top.at, d)
+	l.waiters, l.blamed = l.waiters[:0], l.blamed[:0]
+	for i := range others {
+		if w := &others[i]; later(&top, w) {
+			l.waiters = append(l.waiters, w.Rank)
 		}
 	}
+	for i := range late {
+		l.blamed = append(l.blamed, late[i].Rank)
+	}
+	l.watcher.Waited(name, l.waiters, l.blamed, top.at, d)
 }
 
 // later reports whether submission a was later than b by more than the error of the clocks.
-func later(a, b submission) bool { return a.at-b.at > a.Clock.apart(b.Clock) }
+func later(a, b *submission) bool { return a.at-b.at > a.Clock.apart(b.Clock) }

@@ -160,13 +160,22 @@ func newDetailer(j *Job, all bool) *detailer {
 
 var _ analysis.Watcher = (*detailer)(nil)
 
-func (d *detailer) Waited(tensor string, waiter, late int, at, wait time.Duration) {
-	d.waitedFor[tensor] += float64(wait)
-	step := d.stepAt(at)
-	d.add(&d.CausedBy, step, late, float64(wait))
-	d.add(&d.WaitedBy, step, waiter, float64(wait))
-	if late < len(d.Waits) && waiter < len(d.Waits) {
-		d.Waits[waiter][late] += float64(wait)
+func (d *detailer) Waited(tensor string, waiters, late []int, at, wait time.Duration) {
+	ns, step := float64(wait), d.stepAt(at)
+	d.waitedFor[tensor] += ns * float64(len(waiters)*len(late))
+	for _, rank := range late {
+		d.add(&d.CausedBy, step, rank, ns*float64(len(waiters)))
+	}
+	for _, rank := range waiters {
+		d.add(&d.WaitedBy, step, rank, ns*float64(len(late)))
+		if rank < len(d.Waits) {
+			row := d.Waits[rank]
+			for _, rank := range late {
+				if rank < len(row) {
+					row[rank] += ns
+				}
+			}
+		}
 	}
 }
 

@@ -103,7 +103,7 @@ func TestRowsOfManySteps(t *testing.T) {
 			d.step(at)
 		}
 		d.HeldUp(1, at, at+1, true)
-		d.Waited("w", 0, 1, at, 2)
+		d.Waited("w", []int{0}, []int{1}, at, 2)
 		d.wait(0, at, at+2, at+3)
 	}
 	if d.per != 8 || len(d.HeldBy) != 3 || len(d.CausedBy) != 3 || len(d.WaitedBy) != 3 {
