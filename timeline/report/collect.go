@@ -1,7 +1,6 @@
 package report
 
 import (
-	"cmp"
 	"iter"
 	"math"
 	"slices"
@@ -61,9 +60,12 @@ func PhaseOf(activity string) string { return phaseNames[phaseOf(activity)] }
 type stream struct {
 	*rankReader // until more returns false, only for batches, except for files
 	*rankStats
+	index    int // in collection.streams
 	member   *analysis.Member
 	more     func() ([]item, bool)
-	items    []item        // the rest of those that more returned last
+	batch    []item        // what more returned last
+	items    []item        // the rest of it
+	used     chan []item   // batches whose memory can be used again; nil if that is not done
 	frontier time.Duration // the end of the last operation that next returned
 	failed   error         // the error that ended reading, once more has returned false
 }
@@ -154,7 +156,7 @@ func (s *stream) batches(yield func([]item) bool) {
 		size += n
 		if size >= aheadOf {
 			wanted = wanted && yield(batch)
-			batch, size = nil, 0
+			batch, size = s.emptied(), 0
 		}
 		return wanted
 	}
@@ -165,9 +167,27 @@ func (s *stream) batches(yield func([]item) bool) {
 	}
 }
 
+// emptied returns a used batch without its items, whose operations the reader uses again. It returns nil if
+// there is none.
+func (s *stream) emptied() []item {
+	select {
+	case batch := <-s.used:
+		for _, i := range batch {
+			if i.op != nil {
+				s.free = append(s.free, i.op)
+			}
+		}
+		clear(batch)
+		return batch[:0]
+	default:
+		return nil
+	}
+}
+
 // readAhead begins to read in a goroutine, until done is closed.
 func (s *stream) readAhead(reading *sync.WaitGroup, done <-chan struct{}) {
 	ahead := make(chan []item, 1)
+	s.used = make(chan []item, 1)
 	reading.Go(func() {
 		defer close(ahead)
 		for batch := range s.batches {
@@ -185,7 +205,7 @@ func (s *stream) readAhead(reading *sync.WaitGroup, done <-chan struct{}) {
 }
 
 // next returns the next operation, after it has passed the marks before it to take. At the end it returns
-// nil.
+// nil. The operation is valid until the next call of next.
 func (s *stream) next(take func(mark)) *operation {
 	for {
 		for len(s.items) > 0 {
@@ -197,11 +217,33 @@ func (s *stream) next(take func(mark)) *operation {
 			}
 			take(i.mark)
 		}
-		batch, more := s.more()
-		if !more {
+		select {
+		case s.used <- s.batch:
+		default:
+		}
+		more := false
+		if s.batch, more = s.more(); !more {
 			return nil
 		}
-		s.items = batch
+		s.items = s.batch
+	}
+}
+
+// before reports whether the next operation of s is read before that of other.
+func (s *stream) before(other *stream) bool {
+	return s.frontier < other.frontier || s.frontier == other.frontier && s.index < other.index
+}
+
+// sink moves the first element of a heap, the one that is before all others, to where it belongs now.
+func sink(heap []*stream) {
+	for i, k := 0, 1; k < len(heap); i, k = k, 2*k+1 {
+		if k+1 < len(heap) && heap[k+1].before(heap[k]) {
+			k++
+		}
+		if !heap[k].before(heap[i]) {
+			return
+		}
+		heap[i], heap[k] = heap[k], heap[i]
 	}
 }
 
@@ -227,7 +269,7 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 				succeeded: make(map[int]time.Duration)}
 		}
 		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never},
-			frontier: never}
+			frontier: never, index: len(c.streams)}
 		s.steps.marked = f.marked()
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
 			Error: time.Duration(f.clock.err), Known: f.clock.known})
@@ -246,8 +288,8 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 	}
 	// The next operation is always read from the stream whose frontier is earliest, so that few operations of
 	// the other streams have to be kept.
-	for active := slices.Clone(c.streams); len(active) > 0; {
-		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
+	for active := slices.Clone(c.streams); len(active) > 0; sink(active) {
+		s := active[0]
 		c.late.Advance(s.frontier)
 		if o := s.next(func(m mark) { c.mark(s, m) }); o != nil {
 			if see != nil {
@@ -257,7 +299,9 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 		} else if s.failed != nil {
 			return nil, s.failed
 		} else {
-			active = slices.DeleteFunc(active, func(a *stream) bool { return a == s })
+			last := len(active) - 1
+			active[0] = active[last]
+			active = active[:last]
 		}
 	}
 	return c, nil

@@ -2,9 +2,9 @@ package report
 
 import "time"
 
-// maxStretches limits the number of stretches that can still grow. When there are more, the oldest is closed.
-// This hardly changes the sum, because intervals are added nearly in order of time.
-const maxStretches = 64
+// maxStretches limits the number of stretches that can still grow. When there are more, the older half of them
+// is closed. This hardly changes the sum, because intervals are added nearly in order of time.
+const maxStretches = 128
 
 // cover computes the length of the union of intervals. A moment in several intervals counts once.
 type cover struct {
@@ -39,8 +39,10 @@ func (c *cover) add(begin, end time.Duration) {
 	copy(c.open[first+1:], c.open[first:])
 	c.open[first] = s
 	if len(c.open) > maxStretches {
-		c.total += c.open[0].length()
-		c.open = append(c.open[:0], c.open[1:]...)
+		for _, s := range c.open[:maxStretches/2] {
+			c.total += s.length()
+		}
+		c.open = append(c.open[:0], c.open[maxStretches/2:]...)
 	}
 }
 

@@ -1,6 +1,7 @@
 package report
 
 import (
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -8,6 +9,7 @@ import (
 	"github.com/go-json-experiment/json/jsontext"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -65,12 +67,22 @@ type rankReader struct {
 	mark func(mark)
 
 	shift  int64            // added to times of the current segment to get times of the first segment
-	tracks map[int64]string // names of the tracks of the current segment
+	tracks map[int64]*track // the tracks of the current segment
 
 	whole *operation // the operation whose records are being read, or nil
 	stage stage
-	pid   int64     // the track of the tensor that is being read
-	op    operation // has one record, of this tensor
+	pid   int64      // the track of the tensor that is being read
+	track *track     // the same; it has no name if the file has none
+	op    *operation // has one record, of this tensor
+	// free has operations that are not used any more, whose memory is used again.
+	free []*operation
+}
+
+// track has the name of a tensor, and the text and the value of its last shape and element type.
+type track struct {
+	name, dtype, shape string
+	elements           tensor.DType
+	dims               tensor.Shape
 }
 
 func newRankReader(f *rankFiles) *rankReader {
@@ -85,7 +97,7 @@ func newRankReader(f *rankFiles) *rankReader {
 // a process set with the same operation number form one operation, unless they are messages.
 func (r *rankReader) operations(yield func(*operation) bool) error {
 	for _, s := range r.files.segments {
-		r.shift, r.tracks, r.stage = s.monotonic-r.files.clock.base, make(map[int64]string), outside
+		r.shift, r.tracks, r.stage = s.monotonic-r.files.clock.base, make(map[int64]*track), outside
 		more := true
 		if s.path == "" {
 			if !r.recorded(s, yield) {
@@ -121,15 +133,33 @@ func (r *rankReader) operations(yield func(*operation) bool) error {
 // join adds the tensor that has been read to the operation. If it belongs to another operation, join returns
 // the previous one.
 func (r *rankReader) join() (previous *operation) {
-	n := &r.op.Records[0]
-	if w := r.whole; w != nil && w.hasPart(n) {
-		w.Records, w.arrivals = append(w.Records, *n), append(w.arrivals, r.op.arrivals[0])
-		w.fused = max(w.fused, r.op.fused)
+	op := r.op
+	r.op = nil
+	if w := r.whole; w != nil && w.hasPart(&op.Records[0]) {
+		w.Records, w.arrivals = append(w.Records, op.Records[0]), append(w.arrivals, op.arrivals[0])
+		w.fused = max(w.fused, op.fused)
+		op.arrivals[0] = nil // the operation has its memory now
+		r.free = append(r.free, op)
 		return nil
 	}
-	previous, next := r.whole, r.op
-	r.whole = &next
+	previous, r.whole = r.whole, op
 	return previous
+}
+
+// fresh returns an operation with one empty record.
+func (r *rankReader) fresh() *operation {
+	n := len(r.free)
+	if n == 0 {
+		return &operation{Operation: trace.Operation{Records: make([]trace.Record, 1)},
+			arrivals: make([][]time.Duration, 1)}
+	}
+	op := r.free[n-1]
+	r.free = r.free[:n-1]
+	op.Records, op.Activities, op.fused = op.Records[:1], op.Activities[:0], 0
+	op.Records[0] = trace.Record{}
+	op.arrivals = op.arrivals[:1]
+	op.arrivals[0] = op.arrivals[0][:0]
+	return op
 }
 
 // hasPart reports whether a record that follows those of o belongs to the same operation.
@@ -145,7 +175,8 @@ func (o *operation) complete() *operation {
 	for _, a := range o.arrivals {
 		members = max(members, len(a))
 	}
-	o.Arrivals = make([]time.Duration, members*len(o.Records))
+	o.Arrivals = slices.Grow(o.Arrivals[:0], members*len(o.Records))[:members*len(o.Records)]
+	clear(o.Arrivals)
 	for i, a := range o.arrivals {
 		copy(o.ArrivalsOf(i), a)
 	}
@@ -176,7 +207,7 @@ func (r *rankReader) apply(e *event) (ended bool, err error) {
 	switch {
 	case e.Phase == "M":
 		if e.PID != 0 && e.Name == "process_name" {
-			r.tracks[e.PID] = clip(e.Args.Name)
+			r.tracks[e.PID] = &track{name: clip(e.Args.Name)}
 		}
 		return false, nil
 	case e.PID == 0:
@@ -240,13 +271,19 @@ func (r *rankReader) event(e *event) {
 // beginTensor begins to read a tensor.
 func (r *rankReader) beginTensor(e *event, kind string) {
 	r.stage, r.pid = negotiating, e.PID
-	n := trace.Record{Set: e.Args.Set, Number: e.Args.Op, Kind: message.Error, Name: r.tracks[e.PID]}
+	if r.track = r.tracks[e.PID]; r.track == nil {
+		r.track = new(track)
+	}
+	if r.op != nil { // the previous segment ends within a tensor
+		r.free = append(r.free, r.op)
+	}
+	r.op = r.fresh()
+	n := &r.op.Records[0]
+	n.Set, n.Number, n.Kind, n.Name = e.Args.Set, e.Args.Op, message.Error, r.track.name
 	if k, known := kindOf[kind]; known {
 		n.Kind = k
 	}
 	n.Submitted = r.exact(e.Args.Submitted, r.reference(e.Time))
-	r.op = operation{Operation: trace.Operation{Records: []trace.Record{n}},
-		arrivals: make([][]time.Duration, 1)}
 }
 
 // arrive reads when the request of a rank arrived at rank 0.
@@ -272,14 +309,20 @@ func (r *rankReader) endTensor(e *event, now time.Duration) error {
 	} else if n.Kind.IsMessage() || n.Kind.IsRequest() {
 		n.Peer = noPeer
 	}
-	if a.DType != "" {
-		if err := n.DType.UnmarshalText([]byte(a.DType)); err != nil {
+	if a.DType == "" {
+		return nil
+	}
+	t := r.track
+	if a.DType != t.dtype || a.Shape != t.shape {
+		if err := t.elements.UnmarshalText([]byte(a.DType)); err != nil {
 			return violation{err}
 		}
 		var err error
-		if n.Shape, err = parseShape(a.Shape); err != nil {
+		if t.dims, err = parseShape(a.Shape); err != nil {
 			return err
 		}
+		t.dtype, t.shape = a.DType, a.Shape
 	}
+	n.DType, n.Shape = t.elements, t.dims
 	return nil
 }
