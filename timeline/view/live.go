@@ -211,6 +211,9 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 	begun := time.Now()
 	l.stale = l.stale || size != l.size
 	l.size = size
+	if s.Ended {
+		l.room = maxLiveBytes // because this is the last analysis
+	}
 	l.add(all, begun)
 	var run *Run
 	if l.stale && (s.Ended || !begun.Before(l.next)) {

@@ -272,7 +272,7 @@ func TestAnalysisIsLimited(t *testing.T) {
 	if n, version := update(State{}, nil); n != 80 || version != first+1 {
 		t.Errorf("later: got %d operations and version %d, want 80 and %d", n, version, first+1)
 	}
-	l.next = time.Now().Add(time.Hour)
+	l.next, l.room = time.Now().Add(time.Hour), l.bytes()/4 // as after a long analysis
 	if n, version := update(State{Ended: true}, part(all, 20, 30)); n != 120 || version != first+2 {
 		t.Errorf("at the end: got %d operations and version %d, want 120 and %d", n, version, first+2)
 	}
