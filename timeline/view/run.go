@@ -18,19 +18,19 @@ import (
 	"fmt"
 	"slices"
 	"sort"
-	"strings"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
 // maxBytes limits the memory of the operations and spans of all ranks that are kept to be drawn. That is
-// about two million operations with one tensor and three activities. The report has all operations. The other
+// about 2.5 million operations with one tensor and three activities. The report has all operations. The other
 // constants say what an operation and a span take.
 const (
 	maxBytes                       = 512 << 20
-	opBytes, recordBytes, actBytes = 160, 16, 24
+	opBytes, recordBytes, actBytes = 112, 16, 24
 	spanBytes                      = 32
 	nameBytes                      = 64 // of each name, in addition to its text
 )
@@ -78,7 +78,9 @@ type op struct {
 	set                                        int32
 	record, act                                int32 // the indices of the first record and activity
 	records, acts                              int32
-	kind, backend, algorithm                   string
+	kind                                       message.Kind
+	backend                                    message.Backend
+	algorithm                                  message.Algorithm
 	failed                                     string
 }
 
@@ -178,10 +180,7 @@ func (v *Run) add(l *lane, o *trace.Operation) {
 	n := op{first: r.Submitted, last: r.Submitted, granted: r.Granted, begun: r.Begun, ended: r.Ended,
 		number: r.Number, set: int32(r.Set), record: int32(len(l.records)), act: int32(len(l.acts)),
 		records: int32(len(o.Records)), acts: int32(len(o.Activities)),
-		kind: strings.ToLower(r.Kind.String()), backend: r.Backend.String()}
-	if r.Algorithm != 0 {
-		n.algorithm = r.Algorithm.String()
-	}
+		kind: r.Kind, backend: r.Backend, algorithm: r.Algorithm}
 	for i := range o.Records {
 		r := &o.Records[i]
 		n.first, n.last, n.bytes = min(n.first, r.Submitted), max(n.last, r.Submitted), n.bytes+r.Bytes

@@ -4,8 +4,10 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"strings"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
@@ -224,8 +226,11 @@ func (v *Run) Operation(rank, index int) (*Operation, error) {
 	}
 	l := v.lanes[rank]
 	o := &l.ops[index]
-	out := &Operation{Rank: rank, Index: index, Kind: o.kind, Set: o.set, Number: o.number,
-		Backend: o.backend, Algorithm: o.algorithm, Bytes: o.bytes, Error: o.failed, Tensors: int(o.records)}
+	out := &Operation{Rank: rank, Index: index, Kind: strings.ToLower(o.kind.String()), Set: o.set, Number: o.number,
+		Backend: o.backend.String(), Bytes: o.bytes, Error: o.failed, Tensors: int(o.records)}
+	if o.algorithm != message.NoAlgorithm {
+		out.Algorithm = o.algorithm.String()
+	}
 	for _, r := range l.records[o.record : o.record+min(o.records, 16)] {
 		out.Names = append(out.Names, r.name)
 	}
