@@ -162,8 +162,8 @@ func (m *machine) fitsInTurn(w *Work, waitedFor bool) bool {
 	if numBytes <= maxDriveBytes {
 		return true
 	}
-	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps. The
-	// first step must not copy or allocate a tensor, because no heartbeat leaves this rank meanwhile.
+	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps.
+	// The first step must not copy or allocate a tensor, because no heartbeat leaves this rank meanwhile.
 	if _, lists, _ := m.manager.Get(w.Grant.Backend, r.Kind, w.Grant.Algorithm); !lists {
 		return false
 	}

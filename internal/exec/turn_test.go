@@ -24,8 +24,10 @@ func (b *recording) Start(op ops.Operation) error {
 
 // newMachine returns the machine of rank 0 of 2 with the backend, which takes lists or not.
 func newMachine(t *testing.T, b *recording, lists func(message.Kind, message.Algorithm) bool) *machine {
-	x := New(Config{Observer: unwatched{}, Pin: func() {}, Backends: ops.Registry{{ID: message.TCP, Lists: lists,
-		New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}}})
+	x := New(Config{Observer: unwatched{}, Pin: func() {}, Backends: ops.Registry{{
+		ID: message.TCP, Lists: lists,
+		New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil },
+	}}})
 	l, err := x.NewLane(controller.Global(2), 0)
 	if err != nil {
 		t.Fatal(err)
@@ -33,8 +35,8 @@ func newMachine(t *testing.T, b *recording, lists func(message.Kind, message.Alg
 	return &l.machine
 }
 
-// A backend that takes lists reads the tensor of a reducescatter where it is and writes the result to the output,
-// so there is no copy of the whole tensor.
+// A backend that takes lists reads the tensor of a reducescatter where it is and writes the result to the
+// output, so there is no copy of the whole tensor.
 func TestReducescatterReadsTheTensor(t *testing.T) {
 	for _, lists := range []bool{true, false} {
 		b := new(recording)
@@ -42,9 +44,8 @@ func TestReducescatterReadsTheTensor(t *testing.T) {
 		e := &tensorqueue.Entry{Input: make([]byte, 8), Output: make([]byte, 4)}
 		r := &message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Average,
 			Shape: tensor.Shape{2}, Prescale: 1, Postscale: 1}
-		err := m.start(&Work{Grant: &controller.Grant{Backend: message.TCP, Responses: []*message.Response{r}},
-			Entries: []*tensorqueue.Entry{e}})
-		if err != nil {
+		g := &controller.Grant{Backend: message.TCP, Responses: []*message.Response{r}}
+		if err := m.start(&Work{Grant: g, Entries: []*tensorqueue.Entry{e}}); err != nil {
 			t.Fatal(err)
 		}
 		reads := &b.op.Buf[0] == &e.Input[0]
@@ -56,8 +57,8 @@ func TestReducescatterReadsTheTensor(t *testing.T) {
 	}
 }
 
-// A turn executes a large allgather or broadcast only if no tensor has to be copied or allocated first, because
-// no heartbeat leaves the rank during the first step.
+// A turn executes a large allgather or broadcast only if no tensor has to be copied or allocated first,
+// because no heartbeat leaves the rank during the first step.
 func TestFirstStepOfATurnIsShort(t *testing.T) {
 	m := newMachine(t, new(recording), ops.Always)
 	for _, numBytes := range []int64{maxDriveBytes, maxDriveBytes + 1} {

@@ -42,8 +42,8 @@ const (
 	maxKeptBytes = 1 << 20
 	// maxOffers limits the messages that wait at the sender until a receive of the peer matches them.
 	maxOffers = 1 << 20
-	// maxUnmatched is how many messages of a peer can wait for receives: its offers, and messages that are here.
-	// A peer that sends more has failed.
+	// maxUnmatched is how many messages of a peer can wait for receives: its offers, and messages that are
+	// here. A peer that sends more has failed.
 	maxUnmatched = maxOffers + maxKeptBytes/headerBytes
 )
 

@@ -24,8 +24,8 @@ const streamBytes = 8 << 20
 // step, its results are still in the caches when the peers copy them.
 const directStages = 4
 
-// directBytes is the size of a step that only copies, if no rank stages anything. A turn of the loop executes a
-// whole step, so a larger one would delay all other operations and the heartbeats of this rank.
+// directBytes is the size of a step that only copies, if no rank stages anything. A turn of the loop executes
+// a whole step, so a larger one would delay all other operations and the heartbeats of this rank.
 const directBytes = 32 << 20
 
 // plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column

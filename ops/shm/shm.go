@@ -374,14 +374,15 @@ func (b *Backend) planReducescatter() error {
 	return nil
 }
 
-// scattered returns the buffer of a reducescatter as tensors. This rank writes only its own block, whose result
-// may be elsewhere. b.plan has been cut into the blocks.
+// scattered returns the buffer of a reducescatter as tensors. This rank writes only its own block, whose
+// result may be elsewhere. b.plan has been cut into the blocks.
 func (b *Backend) scattered() []ops.Tensor {
 	if b.op.Result == nil {
 		return b.single()
 	}
 	end := b.plan.ends[b.me]
-	before, mine, after := b.op.Buf[:end-b.op.Counts[b.me]], b.op.Buf[end-b.op.Counts[b.me]:end], b.op.Buf[end:]
+	begin := end - b.op.Counts[b.me]
+	before, mine, after := b.op.Buf[:begin], b.op.Buf[begin:end], b.op.Buf[end:]
 	b.three = [3]ops.Tensor{{In: before, Out: before}, {In: mine, Out: b.op.Result}, {In: after, Out: after}}
 	return b.three[:]
 }

@@ -238,7 +238,8 @@ func TestStepsAreBounded(t *testing.T) {
 			return err
 		}
 		buf := r.mem.alloc(numBytes)
-		if err := r.Start(ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: buf}); err != nil {
+		op := ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: buf}
+		if err := r.Start(op); err != nil {
 			return err
 		}
 		for steps := 1; ; steps++ {

@@ -120,8 +120,8 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 
 // Conn implements transport.Mesh. The lower rank dials when it calls Conn itself. Until then the higher rank
 // waits, and has no time limit but that of ctx, because its peer may need the channel much later. If ctx of
-// the lower rank ends, the attempt to connect continues for up to Config.DialTimeout, because this rank cannot
-// know whether the peer has already accepted. A later call of Conn waits for the same attempt.
+// the lower rank ends, the attempt to connect continues for up to Config.DialTimeout, because this rank
+// cannot know whether the peer has already accepted. A later call of Conn waits for the same attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
 		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want a rank from 0 to %d other than this rank, %d",

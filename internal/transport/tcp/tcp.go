@@ -49,8 +49,8 @@ type Config struct {
 	// ListenAddr is the host and port to listen on. An empty host means all interfaces, and port 0 means any
 	// free port.
 	ListenAddr string
-	// DialTimeout is how long a rank tries to reach a higher rank, counted from its first call of Conn for the
-	// channel. The default is 30 s.
+	// DialTimeout is how long a rank tries to reach a higher rank, counted from its first call of Conn for
+	// the channel. The default is 30 s.
 	DialTimeout time.Duration
 	// HandshakeTimeout is the time limit for the handshake of an accepted connection. If Connect has not been
 	// called yet, the handshake waits for this call. The default is 10 s. All ranks should use the same
