@@ -221,11 +221,11 @@ func (s *stream) next(take func(mark)) *operation {
 		case s.used <- s.batch:
 		default:
 		}
-		more := false
-		if s.batch, more = s.more(); !more {
+		batch, more := s.more()
+		if !more {
 			return nil
 		}
-		s.items = s.batch
+		s.batch, s.items = batch, batch
 	}
 }
 

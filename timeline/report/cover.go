@@ -2,8 +2,8 @@ package report
 
 import "time"
 
-// maxStretches limits the number of stretches that can still grow. When there are more, the older half of them
-// is closed. This hardly changes the sum, because intervals are added nearly in order of time.
+// maxStretches limits the number of stretches that can still grow. When there are more, the older half of
+// them is closed. This hardly changes the sum, because intervals are added nearly in order of time.
 const maxStretches = 128
 
 // cover computes the length of the union of intervals. A moment in several intervals counts once.

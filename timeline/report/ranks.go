@@ -271,7 +271,8 @@ func (r *rankReader) event(e *event) {
 // beginTensor begins to read a tensor.
 func (r *rankReader) beginTensor(e *event, kind string) {
 	r.stage, r.pid = negotiating, e.PID
-	if r.track = r.tracks[e.PID]; r.track == nil {
+	r.track = r.tracks[e.PID]
+	if r.track == nil {
 		r.track = new(track)
 	}
 	if r.op != nil { // the previous segment ends within a tensor

@@ -73,9 +73,9 @@ func newScanner(r io.Reader, file string) *scanner {
 	return &scanner{r: r, file: file, buf: make([]byte, scanBuffer+1)}
 }
 
-// next decodes the next event into e, and returns its text, which is valid until the next call of next. If the
-// error is a violation, the events after this one can be read. Other errors are final, and next returns them
-// again: after the closing bracket io.EOF, and if the file violates the format, a *FormatError.
+// next decodes the next event into e, and returns its text, which is valid until the next call of next. If
+// the error is a violation, the events after this one can be read. Other errors are final, and next returns
+// them again: after the closing bracket io.EOF, and if the file violates the format, a *FormatError.
 func (s *scanner) next(e *event) (jsontext.Value, error) {
 	if s.failed != nil {
 		return nil, s.failed
@@ -95,8 +95,8 @@ func (s *scanner) next(e *event) (jsontext.Value, error) {
 	return text, parse(text, e)
 }
 
-// buffered decodes the next event and returns its text. If it cannot, or the buffer has no room for the event,
-// it returns nil.
+// buffered decodes the next event and returns its text. If it cannot, or the buffer has no room for the
+// event, it returns nil.
 func (s *scanner) buffered(e *event) jsontext.Value {
 	at := s.separator()
 	n := 0
@@ -122,8 +122,8 @@ func (s *scanner) buffered(e *event) jsontext.Value {
 	return text[:n]
 }
 
-// objectLen returns the length of the JSON object at the beginning of text if it is valid and complete. If it is
-// not, the result may be any.
+// objectLen returns the length of the JSON object at the beginning of text if it is valid and complete. If it
+// is not, the result may be any.
 func objectLen(text []byte) int {
 	depth, quoted := 0, false
 	for i := 0; i < len(text); i++ {

@@ -193,8 +193,8 @@ func (s *source) survey() error {
 			s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, int64(a.Uptime)
 			s.dropped = max(s.dropped, a.Dropped)
 		case "hvd_clock":
-			if p := (clockPoint{int64(e.Time), int64(a.Offset), int64(max(a.ClockErr, 0))}); len(s.points) == 0 ||
-				p.at > s.points[len(s.points)-1].at {
+			p := clockPoint{int64(e.Time), int64(a.Offset), int64(max(a.ClockErr, 0))}
+			if len(s.points) == 0 || p.at > s.points[len(s.points)-1].at {
 				s.points = append(s.points, p)
 			}
 			s.job = cmp.Or(clip(a.Job), s.job)

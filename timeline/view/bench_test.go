@@ -17,13 +17,14 @@ import (
 
 // benchJobs are the jobs that the benchmarks read.
 var benchJobs = map[string]testJob{
-	"4 ranks, 2 million events": {ranks: 4, tensors: 161, steps: 240, compute: 20000, late: 2, lateBy: 5000},
+	"4 ranks, 2 million events": {ranks: 4, tensors: 161, steps: 240, compute: 20000, late: 2,
+		lateBy: 5000},
 	"256 ranks, 161 tensors, 12 steps": {ranks: 256, hosts: 32, tensors: 161, steps: 12, compute: 100000,
 		late: 137, lateBy: 20000},
 }
 
-// BenchmarkRead measures the time, the processor time and the memory that it takes to read timelines: first to
-// survey the files, and then to read them. Both are before the first picture.
+// BenchmarkRead measures the time, the processor time and the memory that it takes to read timelines: first
+// to survey the files, and then to read them. Both are before the first picture.
 func BenchmarkRead(b *testing.B) {
 	for name, j := range benchJobs {
 		b.Run(name, func(b *testing.B) {
@@ -39,7 +40,7 @@ func BenchmarkRead(b *testing.B) {
 					b.Fatal(err, bad)
 				}
 				opened := processorTime(b)
-				if _, err := Read(job, report.Options{FusionThresholdBytes: 64 << 20, CacheCapacity: 1024}, dir); err != nil {
+				if _, err := Read(job, report.Options{CacheCapacity: 1024}, dir); err != nil {
 					b.Fatal(err)
 				}
 				b.ReportMetric((opened - begun).Seconds(), "cpu-s-survey")

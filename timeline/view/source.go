@@ -226,8 +226,9 @@ func (v *Run) Operation(rank, index int) (*Operation, error) {
 	}
 	l := v.lanes[rank]
 	o := &l.ops[index]
-	out := &Operation{Rank: rank, Index: index, Kind: strings.ToLower(o.kind.String()), Set: o.set, Number: o.number,
-		Backend: o.backend.String(), Bytes: o.bytes, Error: o.failed, Tensors: int(o.records)}
+	out := &Operation{Rank: rank, Index: index, Kind: strings.ToLower(o.kind.String()), Set: o.set,
+		Number: o.number, Backend: o.backend.String(), Bytes: o.bytes, Error: o.failed,
+		Tensors: int(o.records)}
 	if o.algorithm != message.NoAlgorithm {
 		out.Algorithm = o.algorithm.String()
 	}
