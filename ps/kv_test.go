@@ -1021,7 +1021,7 @@ func TestPullTooLong(t *testing.T) {
 	const want = "the values have 3221225472 bytes, want at most 2147483647 from one server"
 	_, err := s.request(&customer{po: po}, &KVMeta{Pull: true}, list, nil, 0, nil)
 	testnet.WantError(t, err, want)
-	_, _, err = (&replica{store: s}).request(van.Process{}, &van.Message{Header: &pspb.Header{Pull: true}}, list,
-		nil, 0)
+	m := &van.Message{Header: &pspb.Header{Pull: true}}
+	_, _, err = (&replica{store: s}).request(van.Process{}, m, list, nil, 0)
 	testnet.WantError(t, err, want)
 }

@@ -29,8 +29,8 @@ type KVWorker[T Value] struct {
 	lists  keyLists
 }
 
-// NewKVWorker makes the worker of an app at node n, whose role is Worker, in a job with servers. The worker is
-// a SimpleApp too, for commands to the servers.
+// NewKVWorker makes the worker of an app at node n, whose role is Worker, in a job with servers. The worker
+// is a SimpleApp too, for commands to the servers.
 func NewKVWorker[T Value](n *Node, opts ...WorkerOption) (*KVWorker[T], error) {
 	if n.Role() != Worker {
 		return nil, &UsageError{fmt.Errorf("ps: new KVWorker: this process is a %s", n.Role())}

@@ -851,8 +851,8 @@ func TestResponseTooLong(t *testing.T) {
 	})
 }
 
-// TestBarrierErrors checks that a node cannot be in a barrier twice, and that a barrier whose time limit passes
-// names the nodes that are missing.
+// TestBarrierErrors checks that a node cannot be in a barrier twice, and that a barrier whose time limit
+// passes names the nodes that are missing.
 func TestBarrierErrors(t *testing.T) {
 	refused := make(chan struct{})
 	job{t: t, workers: 2}.run(func(po *Node) {

@@ -89,8 +89,8 @@ func simpleData(from van.Process, m *van.Message) SimpleData {
 // full, Request waits until ctx ends. Wait of the result waits for all responses.
 //
 // The scheduler can send to all nodes, itself included. Other nodes are not connected with themselves, nor a
-// worker with workers, nor a server with servers, except for the neighbours of a server in a job with replicas.
-// If the group has such a node, the error is a *UsageError, and nothing is sent.
+// worker with workers, nor a server with servers, except for the neighbours of a server in a job with
+// replicas. If the group has such a node, the error is a *UsageError, and nothing is sent.
 func (a *SimpleApp) Request(ctx context.Context, to NodeID, head int32, body []byte) (*Request, error) {
 	body = bytes.Clone(body)
 	s := &simpleRequest{app: a, head: head, to: to}

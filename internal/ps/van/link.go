@@ -24,8 +24,9 @@ const (
 	// maxReplies is the maximum number of replies in the queue of a link. A peer that obeys the protocol has
 	// fewer unanswered requests.
 	maxReplies = 1 << 16
-	// maxReplyBytes is the maximum size of the replies in the queue of a link with another one that answers no
-	// pull. Replies of less than wholeBytes do not count, so that the error of a reply that is too much fits.
+	// maxReplyBytes is the maximum size of the replies in the queue of a link with another one that answers
+	// no pull. Replies of less than wholeBytes do not count, so that the error of a reply that is too much
+	// fits.
 	maxReplyBytes = 1 << 30
 	// batchBytes is the size from which on queued messages are written without waiting for more of them.
 	// Frames of at least wholeBytes are not copied into a batch.
@@ -48,9 +49,9 @@ const (
 // priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
 //
 // Requests wait for room: the link has at most WaterMark unanswered requests. Replies do not wait, because
-// each belongs to a request of the peer, whose number the peer limits. Only before a server handles a pull of a
-// worker does the goroutine that reads wait for the goroutine that writes. At a worker it never does, so no two
-// nodes can wait for each other.
+// each belongs to a request of the peer, whose number the peer limits. Only before a server handles a pull of
+// a worker does the goroutine that reads wait for the goroutine that writes. At a worker it never does, so no
+// two nodes can wait for each other.
 type link struct {
 	van     *Van
 	process Process
@@ -213,8 +214,8 @@ func (l *link) awaitRoom() <-chan struct{} {
 	return l.room
 }
 
-// awaitReplies waits while the replies in the queue are too long for the answer to a pull. It also returns when
-// the link is to end.
+// awaitReplies waits while the replies in the queue are too long for the answer to a pull. It also returns
+// when the link is to end.
 func (l *link) awaitReplies() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -236,8 +237,8 @@ func (l *link) hasRoom() {
 }
 
 // reply queues a message that does not wait for room. If too many wait, it aborts the link. The link of the
-// scheduler with itself has no such limit. If those that wait are too large, reply returns a *LimitError, except
-// for the answer to a pull, before which the server has waited.
+// scheduler with itself has no such limit. If those that wait are too large, reply returns a *LimitError,
+// except for the answer to a pull, before which the server has waited.
 func (l *link) reply(m *Message) error {
 	n := m.Size()
 	if n < wholeBytes || m.Header.Replica != nil { // servers limit what they replicate
@@ -392,7 +393,8 @@ func (l *link) pop(short bool) *flight {
 	f := l.queue.pop()
 	if f.reply {
 		l.replies--
-		if l.replyBytes -= f.bytes; f.bytes > 0 {
+		l.replyBytes -= f.bytes
+		if f.bytes > 0 {
 			l.hasRoom()
 		}
 	} else {

@@ -346,7 +346,8 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 
 // Stop leaves the job. It sends what is queued and TERMINATE to all peers, and waits until they have closed
 // their connections, but only until ctx ends. Then it closes all connections, and waits until no call of the
-// handler is in progress. Only the first call of Stop or Fail has an effect; later ones wait until it has ended.
+// handler is in progress. Only the first call of Stop or Fail has an effect; later ones wait until it has
+// ended.
 func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
 
 // maxReasonBytes is the maximum length of a reason that a node gives for its end.
