@@ -386,21 +386,41 @@ func (s *script) checkFused(r *testcluster.Rank, j *job, granted int) {
 	}
 }
 
+// unscaled returns the operations that have no factors.
+func unscaled(operations []what) []what {
+	return slices.DeleteFunc(operations, func(w what) bool {
+		return w.kind.Reduces() && [2]float64{w.pre, w.post} != factors[0]
+	})
+}
+
+// scaled returns the operation with the given factors, or w if that would not be a valid operation.
+func (w what) scaled(f [2]float64) what {
+	s := w
+	s.pre, s.post = f[0], f[1]
+	if w.kind.Reduces() && sensible(s) {
+		return s
+	}
+	return w
+}
+
 // pairwise returns the trials for each link. Together they cover each pair of values of any two parameters.
+// The factors are a parameter of their own, because each operation with each of them on each link would take
+// four times as many trials. The links come second, because the numbers of ranks of what pairs adds for a
+// longer column would be 1.
 func pairwise() map[link][]trial {
-	what, links := operations(), slices.Concat(links, byAlgorithm)
+	what, links := unscaled(operations()), slices.Concat(links, byAlgorithm)
 	all := make(map[link][]trial)
 	rankCounts, elementCounts := rankCounts, elementCounts
 	if testing.Short() {
 		rankCounts, elementCounts = rankCounts[:5], elementCounts[:5] // the largest take most of the time
 	}
-	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2,
-		2}
+	sizes := []int{len(what), len(links), len(rankCounts), len(elementCounts), len(modes), len(joinings), 2,
+		2, len(factors)}
 	for i, row := range pairs(sizes) {
-		l := links[row[4]]
+		l := links[row[1]]
 		all[l] = append(all[l], trial{
-			what: what[row[0]], number: i, ranks: rankCounts[row[1]], elements: elementCounts[row[2]],
-			mode:    modes[row[3]],
+			what: what[row[0]].scaled(factors[row[8]]), number: i, ranks: rankCounts[row[2]],
+			elements: elementCounts[row[3]], mode: modes[row[4]],
 			joining: joinings[row[5]], inPlace: row[6] == 1, wild: row[7] == 1,
 		})
 	}

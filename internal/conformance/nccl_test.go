@@ -151,11 +151,11 @@ func runRankOnDevice(t *testing.T, me topo.Rank, size int, lockstep bool) {
 // With -full they cover more combinations, and a hash decides whether a trial is in lock-step, and whether
 // the tensor of a rank is in host memory.
 func trialsOnDevice(ranks int, lockstep bool, m memory) (scripts []*script) {
-	what, counts := deviceOperations(), []int{1, 2, 3, 4}
+	counts := []int{1, 2, 3, 4}
 	parts := elementCounts[:5] // the largest count takes most of the time
 	aparts := []apart{noneApart, noneApart, firstOnHost, lastOnHost}
 	if *full {
-		for i, c := range everything(what, ranks) {
+		for i, c := range everything(onDevices(operations()), ranks) {
 			if (hash(uint64(i), 2)%2 == 1) == lockstep {
 				c.apart = aparts[hash(uint64(i), 3)%4]
 				scripts = append(scripts, c.script(m))
@@ -163,23 +163,24 @@ func trialsOnDevice(ranks int, lockstep bool, m memory) (scripts []*script) {
 		}
 		return scripts
 	}
+	what := onDevices(unscaled(operations()))
 	for i, row := range pairs([]int{len(what), len(counts), len(parts), len(modes), len(joinings), 2, 2,
-		len(aparts), 2}) {
+		len(aparts), 2, len(factors)}) {
 		if counts[row[1]] != ranks || (row[8] == 1) != lockstep {
 			continue
 		}
-		scripts = append(scripts, trial{what: what[row[0]], number: i, ranks: ranks, elements: parts[row[2]],
-			mode: modes[row[3]], joining: joinings[row[4]], inPlace: row[5] == 1, wild: row[6] == 1,
-			apart: aparts[row[7]]}.script(m))
+		scripts = append(scripts, trial{what: what[row[0]].scaled(factors[row[9]]), number: i, ranks: ranks,
+			elements: parts[row[2]], mode: modes[row[3]], joining: joinings[row[4]], inPlace: row[5] == 1,
+			wild: row[6] == 1, apart: aparts[row[7]]}.script(m))
 	}
 	return scripts
 }
 
-// deviceOperations returns the operations for tensors on devices. Of those that NCCL does not run, it returns
-// one of eight.
-func deviceOperations() (all []what) {
+// onDevices returns the operations for tensors on devices. Of those that NCCL does not run, it returns one of
+// eight.
+func onDevices(operations []what) (all []what) {
 	others := 0
-	for _, w := range operations() {
+	for _, w := range operations {
 		w.device = true
 		if w.kind.Reduces() && !w.byNCCL() {
 			if others++; others%8 != 0 {
