@@ -106,8 +106,8 @@ type Operation struct {
 	//     block in its place.
 	//   - A Broadcast copies the Buf of Root to the Buf of all other ranks.
 	//   - A Reducescatter reduces Buf and leaves the result in this rank's block. The other blocks are then
-	//     undefined. If Lists reports true for the operation, the backend applies Scaling, and if Result is
-	//     not nil it puts the result there and does not change Buf.
+	//     undefined. If Lists reports true for the operation in host memory, the backend applies Scaling,
+	//     and if Result is not nil it puts the result there and does not change Buf.
 	//   - An Alltoall sends block i of Buf to rank i. A Gather does the same, but only the block for Root has
 	//     bytes, and in a Scatter only the blocks of Root have bytes.
 	Buf []byte

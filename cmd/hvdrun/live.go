@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -417,6 +418,8 @@ func endOf(result launch.Result, err error, nodes *launch.Nodes) *live.End {
 		if v := result.Verdict; v != nil && v.Reason != "" {
 			end.Text += "; " + v.Reason
 		}
+	case result.Signal == unix.SIGPIPE:
+		end.Text = "nobody reads the output of hvdrun any more"
 	case result.Signal != 0:
 		end.Text = fmt.Sprintf("a signal has ended it: %v", result.Signal)
 	case result.Status != 0:

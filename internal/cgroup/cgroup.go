@@ -57,15 +57,15 @@ func LeastMemory(root fs.FS) (least MemoryLimit, limited bool) {
 	return least, limited
 }
 
-// MemorySize returns how many bytes of memory this process can get at most, if no other process uses any: the
-// memory of the machine, or the limit of the cgroup that leaves the least if that is smaller. It returns an
-// error if the kernel does not tell the memory of the machine.
-func MemorySize(root fs.FS) (uint64, error) {
-	m, err := MachineMemory(root)
-	if c, limited := LeastMemory(root); limited {
-		m.Total = min(m.Total, c.Limit)
+// SmallestLimit returns the smallest limit for the memory of this process. If there is no limit, limited is
+// false.
+func SmallestLimit(root fs.FS) (numBytes uint64, limited bool) {
+	for g := range cgroups(root, "memory") {
+		if m, ok := g.memory(); ok && (!limited || m.Limit < numBytes) {
+			numBytes, limited = m.Limit, true
+		}
 	}
-	return m.Total, err
+	return numBytes, limited
 }
 
 // LeastTasks returns the least number of processes and threads that the cgroups still permit, and the file

@@ -111,18 +111,19 @@ func TestMachineMemory(t *testing.T) {
 	}
 }
 
-// The memory of a process is that of the machine, or the limit of its cgroup.
-func TestMemorySize(t *testing.T) {
-	files := map[string]string{"proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 50 kB\n"}
-	for limit, want := range map[string]uint64{"max": 100 << 10, "200000": 100 << 10, "3000": 3000} {
-		files["proc/self/cgroup"], files["sys/fs/cgroup/job/memory.max"] = "0::/job\n", limit+"\n"
-		files["sys/fs/cgroup/job/memory.current"] = "1000\n"
-		if got, err := MemorySize(rootWith(files)); got != want || err != nil {
-			t.Errorf("limit %s: got %d bytes, error %v, want %d", limit, got, err, want)
+// The smallest limit decides, even if another cgroup leaves less.
+func TestSmallestLimit(t *testing.T) {
+	const pod = "sys/fs/cgroup/pod/"
+	files := map[string]string{"proc/self/cgroup": "0::/pod/container\n",
+		pod + "memory.max": "9000\n", pod + "memory.current": "8000\n",
+		pod + "container/memory.max": "max\n", pod + "container/memory.current": "100\n"}
+	for limit, want := range map[string]uint64{"max": 9000, "3000": 3000} {
+		files[pod+"container/memory.max"] = limit + "\n"
+		if got, limited := SmallestLimit(rootWith(files)); got != want || !limited {
+			t.Errorf("limit %s: got %d bytes, limited %t, want %d", limit, got, limited, want)
 		}
 	}
-	delete(files, "proc/meminfo")
-	if got, err := MemorySize(rootWith(files)); err == nil {
-		t.Errorf("without the memory of the machine: got %d bytes, want an error", got)
+	if got, limited := SmallestLimit(rootWith(nil)); limited {
+		t.Errorf("without cgroups: got a limit of %d bytes", got)
 	}
 }

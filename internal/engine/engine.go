@@ -19,7 +19,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"runtime"
 	"slices"
@@ -28,6 +27,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/cgroup"
@@ -226,12 +226,15 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.Log = zap.NewNop()
 	}
 	if cfg.MaxResultBytes == 0 {
-		size, err := cgroup.MemorySize(os.DirFS("/"))
-		if err != nil {
+		var host unix.Sysinfo_t
+		if err := unix.Sysinfo(&host); err != nil {
 			return nil, errors.Join(fmt.Errorf("engine: reading the memory size of the host: %w", err),
 				cfg.Mesh.Close())
 		}
-		cfg.MaxResultBytes = int64(min(size, math.MaxInt64))
+		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
+		if limit, limited := cgroup.SmallestLimit(os.DirFS("/")); limited {
+			cfg.MaxResultBytes = int64(min(limit, uint64(cfg.MaxResultBytes)))
+		}
 	}
 	e := &Engine{
 		cfg: cfg, log: cfg.Log, start: time.Now(), due: controller.Never, expiredDue: controller.Never,

@@ -167,6 +167,9 @@ func (a *agents) setOver(c *agentConn) {
 	if !c.over {
 		c.over = true
 		a.open--
+		if c.late != nil {
+			c.late.Stop()
+		}
 	}
 }
 
@@ -174,15 +177,16 @@ func (a *agents) setOver(c *agentConn) {
 // omits those whose over is set. routes is what the method routes has returned for conns.
 func (a *agents) connect(conns []*agentConn, routes []netip.Addr) {
 	commands := newBatch()
-	jobs, err := a.hostJobs(conns, routes)
-	if err == nil {
-		err = a.family.adopt()
+	jobs, all := a.hostJobs(conns, routes)
+	if all == nil {
+		all = a.family.adopt()
 	}
 	for i, c := range conns {
 		if c.over {
 			continue
 		}
 		c.pending = false
+		err := all
 		if err == nil {
 			c.orders <- order{Job: &jobs[i]}
 			err = a.startAgent(commands, c)
@@ -196,6 +200,7 @@ func (a *agents) connect(conns []*agentConn, routes []netip.Addr) {
 			a.supervisor.handleRefusal(c, err)
 			a.setOver(c)
 			c.close()
+			all = err // the job ends
 			continue
 		}
 		a.writers.Go(func() { a.serveAgent(c) })

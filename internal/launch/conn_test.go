@@ -50,8 +50,8 @@ func TestSlowNames(t *testing.T) {
 			t.Errorf("waited %v", waited)
 		}
 		<-a.inbox.calls
-		if waited := time.Since(start); waited != routeWait {
-			t.Errorf("the lookup ended after %v, want %v", waited, routeWait)
+		if waited := time.Since(start); waited > routeWait { // it is shorter if files of the host say so
+			t.Errorf("the lookup ended after %v, want at most %v", waited, routeWait)
 		}
 		a.writers.Wait()
 	})

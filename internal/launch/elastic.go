@@ -41,7 +41,7 @@ type membership struct {
 	slots   map[elastic.Slot]*rank // the state of each slot at which a process was started
 	roster  *elastic.Roster        // the newest one, or nil
 	changes changes
-	warned  string // the warning of the last run of discovery, or ""
+	warned  string // what was wrong with the last run of discovery: "failed", "no hosts", or ""
 	ending  string // why the job has failed, or ""
 }
 
@@ -84,13 +84,17 @@ func (j *job) handleDiscovery(hosts []Host, warning string, err error, first boo
 		j.abort(err)
 		return
 	}
-	if err != nil {
-		warning = err.Error() + "; the hosts stay as they were"
+	state := ""
+	switch {
+	case err != nil:
+		state, warning = "failed", err.Error()+"; the hosts stay as they were"
+	case warning != "":
+		state = "no hosts"
 	}
-	if warning != "" && warning != j.members.warned {
+	if state != "" && state != j.members.warned { // the text may have a time, and differ in each run
 		j.console.note("warning: %s", warning)
 	}
-	j.members.warned = warning
+	j.members.warned = state
 	if err == nil {
 		j.discovered(hosts)
 	}
@@ -176,11 +180,14 @@ func (m *membership) ranks(r *elastic.Roster) (ranks []*rank) {
 
 // startMember starts process p when its host is ready and the process before it at the slot is gone.
 func (j *job) startMember(p elastic.Member) {
+	if j.members.over {
+		return
+	}
 	k := j.members.slots[p.Slot]
 	if k == nil {
 		k = j.addSlot(p.Slot)
 	}
-	if k == nil || j.members.over {
+	if k == nil {
 		return
 	}
 	k.conn = j.agents.to(p.Host)

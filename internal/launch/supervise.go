@@ -377,8 +377,13 @@ func (j *job) handleUnread(err error) {
 		return
 	}
 	j.asked, j.signal = true, unix.SIGPIPE
-	j.console.note("%s; waiting %v for the %s to end; a signal kills them", strings.TrimPrefix(err.Error(), "launch: "), j.o.Grace,
-		j.o.processes())
+	reason := strings.TrimPrefix(err.Error(), "launch: ")
+	if j.phase == preparing {
+		j.console.note("%s: stopping before any %s was started", reason, j.o.process())
+		j.kill()
+		return
+	}
+	j.console.note("%s; waiting %v for the %s to end; a signal kills them", reason, j.o.Grace, j.o.processes())
 	j.end(unix.SIGTERM)
 }
 

@@ -65,6 +65,18 @@ func (p *plan) steps() int {
 	return int((longest + p.column - 1) / p.column)
 }
 
+// blocks returns the number of blocks that have bytes.
+func (p *plan) blocks() (n int64) {
+	begin := int64(0)
+	for _, end := range p.ends {
+		if end > begin {
+			n++
+		}
+		begin = end
+	}
+	return max(n, 1)
+}
+
 // columnOf returns how many bytes of each of n blocks a step handles.
 func (p *plan) columnOf(n int) int64 { return p.stageBytes / int64(n) / lineBytes * lineBytes }
 
@@ -221,7 +233,7 @@ func (b *Backend) enlargeSteps(p *plan) {
 	if p.reduce {
 		p.column *= directStages
 	} else {
-		p.column *= max(directBytes/p.stageBytes, 1)
+		p.column *= max(directBytes/p.stageBytes/p.blocks(), 1)
 	}
 	x.steps = p.steps()
 	x.rounds = x.steps + x.lag

@@ -229,27 +229,33 @@ func TestStepsAreLargerWithoutStaging(t *testing.T) {
 	}
 }
 
-// A broadcast from an arena takes several steps, however large it is, because a turn of the loop executes a
-// whole step.
+// A broadcast or an allgather in arenas takes several steps, however large it is, because a turn of the loop
+// executes a whole step.
 func TestStepsAreBounded(t *testing.T) {
-	const numBytes = 65 << 20
-	run(t, 2, shm.Config{}, func(r *rank) error {
+	const numBytes = 66 << 20
+	run(t, 3, shm.Config{}, func(r *rank) error {
 		if err := connect(r); err != nil {
 			return err
 		}
 		buf := r.mem.alloc(numBytes)
-		op := ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: buf}
-		if err := r.Start(op); err != nil {
-			return err
-		}
-		for steps := 1; ; steps++ {
-			if p, err := r.Step(context.Background(), true); p == ops.Finished || err != nil {
-				if steps < 3 {
-					return errOr(err, fmt.Sprintf("got %d steps, want one for each 32 MiB", steps))
-				}
+		for _, op := range []ops.Operation{{Kind: message.Broadcast},
+			{Kind: message.Allgather, Counts: []int64{numBytes / 3, numBytes / 3, numBytes / 3}}} {
+			op.Algorithm, op.Buf = message.Direct, buf
+			if err := r.Start(op); err != nil {
 				return err
 			}
+			steps := 0
+			for p := ops.Moving; p != ops.Finished; steps++ {
+				var err error
+				if p, err = r.Step(context.Background(), true); err != nil {
+					return err
+				}
+			}
+			if steps < 4 {
+				return fmt.Errorf("%v: got %d steps, want one for each 32 MiB and the last", op.Kind, steps)
+			}
 		}
+		return nil
 	})
 }
 
