@@ -22,9 +22,6 @@ func (v *Van) loop(l *link, m *Message) {
 func (v *Van) arrive(l *link, m *Message) error {
 	c := m.Header.Control
 	if c == nil {
-		if m.Header.Request && m.Header.Pull && v.cfg.Role == Server && RoleOf(l.peer) == Worker {
-			l.awaitReplies()
-		}
 		v.handler.Receive(l.process, m)
 		return nil
 	}

@@ -19,14 +19,13 @@ import (
 
 const (
 	// maxQueuedBytes is the maximum size of the requests in the queue of a link. A single larger request may
-	// be in the queue alone. A server handles no pull while the replies in the queue have this size.
+	// be in the queue alone.
 	maxQueuedBytes = 256 << 20
 	// maxReplies is the maximum number of replies in the queue of a link. A peer that obeys the protocol has
 	// fewer unanswered requests.
 	maxReplies = 1 << 16
-	// maxReplyBytes is the maximum size of the replies in the queue of a link with another one that answers
-	// no pull. Replies of less than wholeBytes do not count, so that the error of a reply that is too much
-	// fits.
+	// maxReplyBytes is the maximum size of the replies in the queue of a link. Replies of less than
+	// wholeBytes do not count, so that the error of a reply that is too much fits.
 	maxReplyBytes = 1 << 30
 	// batchBytes is the size from which on queued messages are written without waiting for more of them.
 	// Frames of at least wholeBytes are not copied into a batch.
@@ -49,9 +48,8 @@ const (
 // priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
 //
 // Requests wait for room: the link has at most WaterMark unanswered requests. Replies do not wait, because
-// each belongs to a request of the peer, whose number the peer limits. Only before a server handles a pull of
-// a worker does the goroutine that reads wait for the goroutine that writes. At a worker it never does, so no
-// two nodes can wait for each other.
+// each belongs to a request of the peer, whose number the peer limits. So the goroutine that reads never
+// waits for the goroutine that writes, and no two nodes can wait for each other.
 type link struct {
 	van     *Van
 	process Process
@@ -94,7 +92,7 @@ type link struct {
 	queuedBytes int           // size of the requests in the queue
 	replies     int           // number of replies in the queue
 	replyBytes  int           // size of the long replies in the queue
-	room        chan struct{} // closed when there is room, or the link ends; nil if no call waits
+	room        chan struct{} // closed when there is room for a request; nil if no call waits
 	end         error         // reason why the link has ended
 	aborted     error         // reason why the goroutine that reads is to end the link
 	left        bool          // the peer has sent TERMINATE without a failure
@@ -137,7 +135,10 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	l.mu.Lock()
 	for l.end == nil && (l.requests >= l.van.cfg.WaterMark ||
 		l.queuedBytes > 0 && l.queuedBytes+n > maxQueuedBytes) {
-		room, waiting := l.awaitRoom(), l.requests
+		if l.room == nil {
+			l.room = make(chan struct{})
+		}
+		room, waiting := l.room, l.requests
 		l.mu.Unlock()
 		l.writeHeld()
 		select {
@@ -206,28 +207,6 @@ func (l *link) answered() {
 	}
 }
 
-// awaitRoom returns the channel that is closed when there is room. The caller holds mu.
-func (l *link) awaitRoom() <-chan struct{} {
-	if l.room == nil {
-		l.room = make(chan struct{})
-	}
-	return l.room
-}
-
-// awaitReplies waits while the replies in the queue are too long for the answer to a pull. It also returns
-// when the link is to end.
-func (l *link) awaitReplies() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for l.replyBytes >= maxQueuedBytes && l.end == nil && l.aborted == nil && l.broken == nil {
-		room := l.awaitRoom()
-		l.mu.Unlock()
-		l.writeHeld()
-		<-room
-		l.mu.Lock()
-	}
-}
-
 // hasRoom wakes the calls that wait for room. The caller holds mu.
 func (l *link) hasRoom() {
 	if l.room != nil {
@@ -237,15 +216,14 @@ func (l *link) hasRoom() {
 }
 
 // reply queues a message that does not wait for room. If too many wait, it aborts the link. The link of the
-// scheduler with itself has no such limit. If those that wait are too large, reply returns a *LimitError,
-// except for the answer to a pull, before which the server has waited.
+// scheduler with itself has no such limit. If those that wait are too large, reply returns a *LimitError.
 func (l *link) reply(m *Message) error {
 	n := m.Size()
 	if n < wholeBytes || m.Header.Replica != nil { // servers limit what they replicate
 		n = 0
 	}
 	l.mu.Lock()
-	if n > 0 && !m.Header.Pull && l.replyBytes > 0 && l.replyBytes+n > maxReplyBytes && l.end == nil {
+	if n > 0 && l.replyBytes > 0 && l.replyBytes+n > maxReplyBytes && l.end == nil {
 		defer l.mu.Unlock()
 		return &LimitError{fmt.Sprintf("the queue to %s has %d bytes of responses, and this one has %d, want "+
 			"at most %d: wait for earlier requests first", Name(l.peer), l.replyBytes, n, maxReplyBytes)}
@@ -307,7 +285,6 @@ func (l *link) abort(err error) {
 func (l *link) abortLocked(err error) {
 	if l.end == nil && l.aborted == nil {
 		l.aborted = err
-		l.hasRoom()
 		l.conn.Close()
 	}
 }
@@ -394,9 +371,6 @@ func (l *link) pop(short bool) *flight {
 	if f.reply {
 		l.replies--
 		l.replyBytes -= f.bytes
-		if f.bytes > 0 {
-			l.hasRoom()
-		}
 	} else {
 		l.queued--
 		l.queuedBytes -= f.bytes
@@ -509,7 +483,6 @@ func (l *link) write() {
 func (l *link) breakOff(err error) {
 	l.mu.Lock()
 	l.broken = err
-	l.hasRoom()
 	l.mu.Unlock()
 	_ = l.conn.SetReadDeadline(time.Now().Add(drainTime)) // an error means that the link has ended
 }

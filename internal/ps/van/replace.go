@@ -42,7 +42,6 @@ func (s *scheduler) declareDead(l *link, err error) {
 		return
 	}
 	l.aborted = err
-	l.hasRoom()
 	s.van.wg.Go(func() {
 		defer l.conn.Close()
 		// The time limit also ends a write in progress. Without a message the process does not learn the

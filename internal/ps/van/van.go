@@ -8,8 +8,8 @@
 //     of the next and the previous rank.
 //  2. A message that was passed to Send arrives at most once. With Config.Resend it arrives exactly once,
 //     unless the receiver or the sender ends first, even if messages are lost, duplicated or reordered.
-//  3. A message waits in a bounded queue. Only requests wait for room in it (Request), and the handling of a
-//     pull for room for its answer. Workers handle no pulls, so no two nodes wait for each other.
+//  3. A message waits in a bounded queue. Only requests wait for room in it (Request), so no two nodes wait
+//     for each other.
 //  4. Frames of a received message may be in memory of the sender that is mapped for reading. They are valid
 //     until Release, except that the sender may change them if the connection ends (Intact).
 //  5. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.

@@ -1038,51 +1038,6 @@ func TestReplyBytes(t *testing.T) {
 	}
 }
 
-// TestPullsWaitForRoom checks that a server handles pulls whose answers are too long for the queue one after
-// the other, when the worker has read enough, and that the end of the connection ends the wait.
-func TestPullsWaitForRoom(t *testing.T) {
-	n := &node{woken: make(chan struct{})}
-	n.Van = New(Config{Role: Server}, n)
-	conn, peer := net.Pipe()
-	defer peer.Close()
-	l := newLink(n.Van, Process{ID: 9}, conn)
-	const pulls = 20 // of 2.5 GiB together
-	answer, answered := make([]byte, maxQueuedBytes/2), make(chan error, pulls+1)
-	n.handle(func(Process, *Message) {
-		answered <- l.reply(&Message{Header: &pspb.Header{Pull: true}, Data: [][]byte{answer}})
-	})
-	var reading sync.WaitGroup
-	reading.Go(func() {
-		for range pulls + 1 {
-			_ = n.arrive(l, &Message{Header: &pspb.Header{Request: true, Pull: true}})
-		}
-	})
-	testnet.Eventually(t, "the third pull waits", func() bool {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		return l.room != nil || len(answered) > 2
-	})
-	if n := len(answered); n > 2 {
-		t.Errorf("%d pulls were handled, but the queue has room for 2", n)
-	}
-	for i := range pulls {
-		if i >= 2 {
-			l.next(false) // the worker reads
-		}
-		if err := <-answered; err != nil {
-			t.Errorf("pull %d: %v", i, err)
-		}
-	}
-	l.mu.Lock()
-	if l.replyBytes > maxQueuedBytes+1000 {
-		t.Errorf("the queue has %d bytes", l.replyBytes)
-	}
-	l.mu.Unlock()
-	l.abort(errEnded)
-	testnet.WantError(t, <-answered, "its connection has ended")
-	reading.Wait()
-}
-
 // TestBatchedReplies checks that replies with Batch leave before the server waits for further requests, and
 // that one that is made later leaves too.
 func TestBatchedReplies(t *testing.T) {
