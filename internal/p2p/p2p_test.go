@@ -654,7 +654,7 @@ func (f *failing) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([
 	return f.Sharer.Share(id, numBytes, peers)
 }
 
-// A message goes over the channel if this rank cannot make the segment that belongs to messages in its memory.
+// A message goes over the channel if this rank cannot make the segment for messages in its memory.
 func TestShareFails(t *testing.T) {
 	meshes := sharedMeshes(t, 2)
 	meshes[0] = &failing{Sharer: meshes[0].(shm.Sharer)}

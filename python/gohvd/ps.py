@@ -167,7 +167,6 @@ class Worker:
         x.command, x.priority = command, priority
         return Request(x, (key_array, value_array, results), results, out)
 
-
     def _check_out(self, out: Any, count: int) -> None:
         """Raises ValueError if count pulled values cannot be written to out."""
         device = str(getattr(out, "device", "cpu"))

@@ -207,7 +207,6 @@ class Numpy(unittest.TestCase):
             for i, h in enumerate(handles):
                 self.equal(h.wait(), np.full(2, float((turn + i) * self.size)))
 
-    @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def interrupted(self, call: Callable[[], object], module: object, wait: str) -> None:
         """Makes a call at rank 0, in which rank 0 waits for the other ranks. An exception ends the wait, as one of a signal
         handler would: the function wait of the module raises it. The other ranks go on afterwards.
@@ -245,6 +244,7 @@ class Numpy(unittest.TestCase):
         hvd.init()
         elastic.run(train)(state, True)
 
+    @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def test_with_torch(self) -> None:
         """gohvd.numpy and gohvd.torch use the same name in turn. Both get right results."""
         import torch

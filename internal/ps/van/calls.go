@@ -39,7 +39,7 @@ func (c *calls) add() (id int64, done chan error, err error) {
 
 // withdrawTime is how long a call whose time limit has passed waits for the scheduler to say which nodes are
 // missing.
-const withdrawTime = time.Second
+const withdrawTime = 5 * time.Second
 
 // ask sends a control message of a node of this process to the scheduler on the link l, and waits for the
 // answer until ctx ends. Then the node withdraws. If the time limit of ctx has passed, the error says which

@@ -517,16 +517,19 @@ class _DistributedOptimizer(_Distributed):
         if not failed or self.sparse_as_dense:
             return []
         failed.sort(key=self._parameter_names.__getitem__)  # all ranks have the same errors
-        mine = torch.tensor([p.grad.sparse_dim() if p.grad.is_sparse else 0 for p in failed], device="cpu")
+        sparse = [p.grad is not None and p.grad.is_sparse for p in failed]  # the program may have removed p.grad
+        mine = torch.tensor([p.grad.sparse_dim() if s else 0 for p, s in zip(failed, sparse)], device="cpu")
         name = f"{self._parameter_names[failed[0]]}.sparse_dim"
         again = []
-        for p, dims in zip(failed, allreduce(mine, name=name, op=Max, process_set=self.process_set).tolist()):
+        all_dims = allreduce(mine, name=name, op=Max, process_set=self.process_set).tolist()
+        for p, dims, s in zip(failed, all_dims, sparse):
             if not dims:
                 continue
-            if p.grad.is_sparse:
+            if s:
                 self._handles[p][0].send_values()  # the indices are still in flight
             else:
-                p.grad, self._was_sparse[p] = p.grad.to_sparse(dims), dims
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad, self._was_sparse[p] = grad.detach().to_sparse(dims), dims
                 self._submit(p)
             del errors[p]
             again.append(p)

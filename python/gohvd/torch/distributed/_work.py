@@ -299,7 +299,7 @@ class Work(dist.Work):
             if not operation.finish(time.monotonic() + limit.total_seconds()):
                 raise RuntimeError(
                     f"torch.distributed.{operation.what}: timed out after {limit.total_seconds():g} s, "
-                    "waiting for the other ranks; the operation goes on"
+                    "waiting for the other ranks; the operation goes on, wait again for its result"
                 )
         else:
             operation.finish()
