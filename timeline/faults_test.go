@@ -197,7 +197,8 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 }
 
 // A timeline is read while it is being written. If the size of the file does not change during the read, the
-// reader gets a complete timeline.
+// reader gets a complete timeline, unless the writer stands still in the middle of a write: the kernel writes
+// page by page.
 func TestReadWhileWriting(t *testing.T) {
 	// The small segments make it likely that a change of segments happens during a read. The large segments
 	// have hundreds of events.
@@ -210,7 +211,8 @@ func TestReadWhileWriting(t *testing.T) {
 		tl := mustStart(t, cfg, k)
 		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 		var wg sync.WaitGroup
-		reads, changed, incomplete := 0, 0, 0
+		complete, changed := 0, 0
+		var incomplete error
 		for range 2 {
 			wg.Go(func() {
 				for n := uint64(1); ctx.Err() == nil; n++ {
@@ -218,7 +220,7 @@ func TestReadWhileWriting(t *testing.T) {
 				}
 			})
 		}
-		for ctx.Err() == nil && reads < 30 {
+		for ctx.Err() == nil && complete < 20 {
 			f, err := os.Open(path)
 			if err != nil {
 				t.Fatal(err)
@@ -240,17 +242,17 @@ func TestReadWhileWriting(t *testing.T) {
 				changed++
 				continue
 			}
-			reads++
 			if err := timelinetest.Check(bytes.NewReader(b)); err != nil {
-				if incomplete++; incomplete > 5 {
-					t.Fatalf("%d of %d reads were incomplete, the last one: %v", incomplete, reads, err)
-				}
+				incomplete = err
+			} else {
+				complete++
 			}
 		}
 		cancel()
 		wg.Wait()
-		if reads < 30 {
-			t.Errorf("got %d reads without a change, and %d with one", reads, changed)
+		if complete < 20 {
+			t.Errorf("%d reads were complete, and the size changed in %d; the last incomplete one: %v", complete,
+				changed, incomplete)
 		}
 		mustClose(t, tl)
 		mustRead(t, path)
