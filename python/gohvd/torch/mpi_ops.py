@@ -504,6 +504,10 @@ class SparseSum:
         self.indices = allgather_async(indices, None if name is None else f"{name}.indices", process_set)
         self.send_values()
 
+    def sparse_dim(self) -> int:
+        """Returns the number of sparse dimensions of the tensor."""
+        return self._tensor.sparse_dim()
+
     def send_values(self) -> None:
         """Begins the allgather of the values."""
         how = operation(ALLGATHER, any_kind=self._or_dense)

@@ -275,7 +275,8 @@ class _Distributed(torch.optim.Optimizer):
             if errors:
                 again = self._submit_again(errors)
                 errors.update(self._take(again, done))
-            self._handles.clear()
+            if not errors:
+                self._handles.clear()
         finally:
             self._forget()
         for error in errors.values():
@@ -517,16 +518,17 @@ class _DistributedOptimizer(_Distributed):
         if not failed or self.sparse_as_dense:
             return []
         failed.sort(key=self._parameter_names.__getitem__)  # all ranks have the same errors
-        sparse = [p.grad is not None and p.grad.is_sparse for p in failed]  # the program may have removed p.grad
-        mine = torch.tensor([p.grad.sparse_dim() if s else 0 for p, s in zip(failed, sparse)], device="cpu")
+        # The submitted gradients count, because the program may have changed or removed p.grad meanwhile.
+        sent = [self._handles[p][0] for p in failed]
+        mine = torch.tensor([h.sparse_dim() if isinstance(h, SparseSum) else 0 for h in sent], device="cpu")
         name = f"{self._parameter_names[failed[0]]}.sparse_dim"
         again = []
         all_dims = allreduce(mine, name=name, op=Max, process_set=self.process_set).tolist()
-        for p, dims, s in zip(failed, all_dims, sparse):
+        for p, dims, handle in zip(failed, all_dims, sent):
             if not dims:
                 continue
-            if s:
-                self._handles[p][0].send_values()  # the indices are still in flight
+            if isinstance(handle, SparseSum):
+                handle.send_values()  # the indices are still in flight
             else:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad, self._was_sparse[p] = grad.detach().to_sparse(dims), dims
@@ -827,7 +829,8 @@ def DistributedOptimizer(
     gradient_predivide_factor: with Average, each rank divides its gradients by this factor before the sum. Afterwards
         the sum is multiplied by this factor and divided by the number of ranks.
     groups: lists of parameters whose gradients are reduced together, or the number of groups to divide all parameters
-        into. num_groups is the old name of this argument.
+        into. num_groups is the old name of this argument. If gradients in a group of several parameters are sparse,
+        every rank must have them in every step, or pass sparse_as_dense.
     sparse_as_dense: if true, sparse gradients are sent as dense tensors.
     process_set: the ranks that reduce their gradients. Other ranks send nothing.
     gradient_as_arena_view: if true, dense gradients on the CPU are moved into shared memory when they first appear.
