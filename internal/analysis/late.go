@@ -307,7 +307,10 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 	}
 	p := l.pending[o]
 	if p == nil {
-		p = l.slot()
+		p = new(slot)
+		if o.set == topo.Global {
+			p = l.slot()
+		}
 		p.operation, p.kind, p.last, p.lastEnded = o, r.Kind, last, never
 		l.queue = append(l.queue, p)
 		if o.number > 0 {
@@ -331,7 +334,7 @@ func (l *Late) Add(m *Member, op *trace.Operation) {
 	}
 }
 
-// slot returns an empty slot.
+// slot returns an empty slot for an operation of all ranks.
 func (l *Late) slot() *slot {
 	n := len(l.free)
 	if n == 0 {
@@ -440,7 +443,9 @@ func (l *Late) Advance(frontier time.Duration) {
 			l.judge(p)
 		}
 		l.queue[l.head] = nil
-		l.free = append(l.free, p)
+		if p.set == topo.Global { // slots of other process sets would take as much memory if they used these
+			l.free = append(l.free, p)
+		}
 	}
 	if 2*l.head >= len(l.queue) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)

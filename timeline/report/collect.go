@@ -173,7 +173,7 @@ func (s *stream) emptied() []item {
 	select {
 	case batch := <-s.used:
 		for _, i := range batch {
-			if i.op != nil {
+			if i.op != nil && cap(i.op.Records) <= aheadOf { // larger ones are rare, and would stay
 				s.free = append(s.free, i.op)
 			}
 		}

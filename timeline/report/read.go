@@ -381,7 +381,12 @@ func (s *stamp) UnmarshalJSONFrom(d *jsontext.Decoder) error {
 
 // reset removes what e has.
 func (e *event) reset(rare *Rare) {
-	*e = event{Args: args{Peer: noPeer, Submitted: never, At: never, Sent: never, Rare: rare}}
+	*e = event{Args: noArgs(rare)}
+}
+
+// noArgs returns arguments of which all are missing.
+func noArgs(rare *Rare) args {
+	return args{Peer: noPeer, Submitted: never, At: never, Sent: never, Rare: rare}
 }
 
 // parse decodes the text of an event into e.
@@ -389,6 +394,9 @@ func parse(text jsontext.Value, e *event) error {
 	e.reset(new(Rare))
 	if err := json.Unmarshal(text, e, lenient); err != nil {
 		return violation{err}
+	}
+	if e.Args.Rare == nil { // the arguments are null, which is the same as no arguments
+		e.Args = noArgs(new(Rare))
 	}
 	return nil
 }

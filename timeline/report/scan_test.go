@@ -143,6 +143,8 @@ func TestFilesThatAreNone(t *testing.T) {
 			"got a merged trace, want the timeline files of the ranks"},
 		"Horovod's": {`[{"name":"process_name","ph":"M","pid":1,"args":{"name":"grad/0"}}]`,
 			"got a trace without the event hvd_rank"},
+		"null": {`[{"name":"process_name","ph":"M","pid":0,"args":null}]`,
+			"got a trace without the event hvd_rank"},
 		"a pipe":     {"|", "want a regular file, because a report reads it twice"},
 		"half a gz":  {string(packed[:12]), "the file ends before the closing ]"},
 		"no file":    {"-", "no such file"},
@@ -289,12 +291,14 @@ func FuzzParse(f *testing.F) {
 		`{"ph":"E","ts":1,"pid":1,"args":{"dtype":"float32","shape":"[2, 3]","bytes":24,"fused":2,"backend":"shm","algorithm":"ring","peer":4,"error":"e"}}`,
 		`{"name":"WAIT","cat":"wait","ph":"X","ts":1,"dur":2,"pid":0,"tid":1,"args":{"tensor":"t"},"args":{"op":1}}`,
 		`{"name":"hvd_step","ph":"i","s":"p","ts":-0,"pid":0,"args":{"step":18446744073709551615}}`,
+		`{"name":"process_name","ph":"M","pid":0,"args":null}`,
 	} {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, record []byte) {
 		var e, fast event
-		if parse(record, &e) == nil && max(e.Time, -e.Time) > maxMicros*nanosPerMicro {
+		valid := parse(record, &e) == nil
+		if valid && (max(e.Time, -e.Time) > maxMicros*nanosPerMicro || e.Args.Rare == nil) {
 			t.Errorf("got %+v", e)
 		}
 		var q quick
