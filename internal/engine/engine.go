@@ -81,8 +81,8 @@ type Config struct {
 	// shut down. In both fields, 0 means never.
 	StallWarning, StallShutdown time.Duration
 	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. It protects this rank,
-	// because other ranks determine the size of the result. 0 selects the memory of the host, or the limit of
-	// a cgroup of this process if that is smaller.
+	// because other ranks determine the size of the result. 0 selects the memory of the host, and for results
+	// in host memory the limit of a cgroup of this process if that is smaller.
 	MaxResultBytes int64
 	// Lockstep makes the ranks negotiate by collectives that all ranks enter in every cycle.
 	Lockstep bool
@@ -225,13 +225,15 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
+	maxDeviceBytes := cfg.MaxResultBytes
 	if cfg.MaxResultBytes == 0 {
 		var host unix.Sysinfo_t
 		if err := unix.Sysinfo(&host); err != nil {
 			return nil, errors.Join(fmt.Errorf("engine: reading the memory size of the host: %w", err),
 				cfg.Mesh.Close())
 		}
-		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
+		maxDeviceBytes = int64(host.Totalram) * int64(host.Unit)
+		cfg.MaxResultBytes = maxDeviceBytes
 		if limit, limited := cgroup.SmallestLimit(os.DirFS("/")); limited {
 			cfg.MaxResultBytes = int64(min(limit, uint64(cfg.MaxResultBytes)))
 		}
@@ -262,7 +264,8 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	})
 	e.exec = exec.New(exec.Config{
 		Backends: cfg.Backends, Devices: cfg.Devices, MaxResultBytes: cfg.MaxResultBytes,
-		Observer: e.observer, Finished: e.workFinished, Retire: e.retire,
+		MaxDeviceBytes: maxDeviceBytes,
+		Observer:       e.observer, Finished: e.workFinished, Retire: e.retire,
 		Pin: func() { sched.Pin(cfg.Cores, cfg.Log) }, Log: e.log,
 	})
 	e.flushing, e.endFlush = context.WithCancel(context.Background())

@@ -32,9 +32,10 @@ type Config struct {
 	// Devices copies tensors on CUDA devices to host memory for operations that no backend for devices can
 	// run. If it is nil, such operations fail.
 	Devices *cuda.Devices
-	// MaxResultBytes is the maximum size of a result that other ranks determine.
-	MaxResultBytes int64
-	Observer       Observer
+	// MaxResultBytes is the maximum size of a result that other ranks determine. MaxDeviceBytes is that of a
+	// result on a device.
+	MaxResultBytes, MaxDeviceBytes int64
+	Observer                       Observer
 	// Finished is called once for each piece of work: with nil when the results of its tensors were reported,
 	// or with an error as soon as the work has failed. Any goroutine may call it.
 	Finished func(w *Work, err error)

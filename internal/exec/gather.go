@@ -41,7 +41,7 @@ func (m *machine) gathered(w *Work) (out []byte, counts []int64, err error) {
 		counts = append(counts, n)
 	}
 	m.scratch.counts = counts
-	if err := m.cfg.checkResult(message.Allgather, sum(counts)); err != nil {
+	if err := m.cfg.checkResult(message.Allgather, w.OnDevices(), sum(counts)); err != nil {
 		return nil, nil, err
 	}
 	if len(w.Entries) == 1 {
@@ -165,7 +165,7 @@ func (m *machine) receiveRows(r *message.Response, row int64, counts []int64) ([
 	x := &m.execution
 	w := x.work
 	numBytes := sum(counts)
-	if err := m.cfg.checkResult(r.Kind, numBytes); err != nil {
+	if err := m.cfg.checkResult(r.Kind, w.OnDevices(), numBytes); err != nil {
 		return nil, fmt.Errorf("%v %q: ranks %v send %v bytes: %w", r.Kind, r.Name, m.set.Ranks, counts, err)
 	}
 	for i, n := range counts {

@@ -168,7 +168,7 @@ func TestBackendLearnsOfRefusalOnDevices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg := &Config{Observer: unwatched{}, MaxResultBytes: 7}
+	cfg := &Config{Observer: unwatched{}, MaxDeviceBytes: 7}
 	l := &machine{set: controller.Global(1), manager: m, cfg: cfg}
 	g := &controller.Grant{Backend: message.NCCL, Responses: []*message.Response{{
 		Kind: message.Allgather, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{0}, FirstDims: []int64{1},

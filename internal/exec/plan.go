@@ -13,12 +13,15 @@ import (
 // is nil. members are the members of the response's process set, of which this rank need not be one.
 func (x *Executor) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
-	if err := x.cfg.checkResult(r.Kind, numBytes); err != nil {
+	if err := x.cfg.checkResult(r.Kind, r.Devices != nil, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
 	backend, algorithm, err := planTypes(x.cfg.Backends, members, r, numBytes, t)
 	if err != nil && r.Devices != nil && x.cfg.Devices != nil {
 		// No backend for devices can run r, so the lanes copy the tensors to host memory.
+		if err := x.cfg.checkResult(r.Kind, false, numBytes); err != nil {
+			return message.NoBackend, message.NoAlgorithm, err
+		}
 		inHost := *r
 		inHost.Devices = nil
 		if b, a, refused := planTypes(x.cfg.Backends, members, &inHost, numBytes, t); refused == nil {

@@ -29,12 +29,15 @@ func (m *machine) finish(w *Work, err error) {
 	}
 }
 
-// checkResult returns an error if other ranks determine the size of the result and the result is larger than
-// maxResultBytes. In this case the caller must not allocate the result.
-func (cfg *Config) checkResult(k message.Kind, numBytes int64) error {
-	if k.Ragged() && numBytes > cfg.MaxResultBytes {
-		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes,
-			cfg.MaxResultBytes)
+// checkResult returns an error if other ranks determine the size of the result and the result, in host memory
+// or on a device, is larger than it may be. In this case the caller must not allocate the result.
+func (cfg *Config) checkResult(k message.Kind, onDevice bool, numBytes int64) error {
+	limit, reason := cfg.MaxResultBytes, "the memory that this rank can get (of the host, or by its cgroup)"
+	if onDevice {
+		limit, reason = cfg.MaxDeviceBytes, "the memory size of the host"
+	}
+	if k.Ragged() && numBytes > limit {
+		return fmt.Errorf("the result has %d bytes, want at most %d, %s", numBytes, limit, reason)
 	}
 	return nil
 }

@@ -87,3 +87,15 @@ func TestFirstStepOfATurnIsShort(t *testing.T) {
 		}
 	}
 }
+
+// The limit of the cgroup is for host memory, so a result on a device may be larger, unless it is copied.
+func TestResultsOnDevicesHaveTheirOwnLimit(t *testing.T) {
+	cfg := &Config{MaxResultBytes: 10, MaxDeviceBytes: 20}
+	for numBytes, fits := range map[int64][2]bool{10: {true, true}, 11: {false, true}, 21: {false, false}} {
+		for i, onDevice := range []bool{false, true} {
+			if err := cfg.checkResult(message.Allgather, onDevice, numBytes); (err == nil) != fits[i] {
+				t.Errorf("%d bytes, on a device %t: got error %v", numBytes, onDevice, err)
+			}
+		}
+	}
+}

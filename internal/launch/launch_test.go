@@ -884,6 +884,22 @@ echo ready; until [ -e go ]; do sleep 0.01; done; echo more; while :; do sleep 0
 	}
 }
 
+// TestOutputLostAtTheEnd checks the status of a job that ends by itself before the launcher could end it
+// because nobody reads its output.
+func TestOutputLostAtTheEnd(t *testing.T) {
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	reader.Close()
+	r := start(t, spec{NP: 1, GraceMS: 60_000, EchoMS: 60_000, stdout: writer, NoPrefix: true,
+		Command: sh("echo a")})
+	writer.Close()
+	if got := r.wait(); got != 141 {
+		t.Errorf("got exit status %d, want 141", got)
+	}
+}
+
 // TestBlockedTerminal runs ranks with endless output that nothing reads. The launcher must use bounded memory
 // and must still handle signals.
 func TestBlockedTerminal(t *testing.T) {

@@ -551,6 +551,10 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 					}
 				}
 			}
+			if errors.Is(j.console.lost, unix.EPIPE) && result.Status == 0 && !j.asked {
+				// The ranks have ended before the job could end them.
+				result.Status, result.Signal = 128+int(unix.SIGPIPE), unix.SIGPIPE
+			}
 			return result, errors.Join(append(errs, j.console.lost)...)
 		case s := <-j.o.Signals:
 			if sig, ok := s.(syscall.Signal); !ok || !ends(sig) || j.isEcho(sig) {
