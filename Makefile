@@ -138,7 +138,7 @@ test-openmpi: vet-tool ## test with Open MPI, as jobs of 1 to 4 processes, in Go
 
 .PHONY: test-mpi
 test-mpi: ## test with Open MPI and MPICH, in Go and Python, and run bench/mpi.py
-	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
+	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi -mpi-all
 	bench/mpi.py --rounds 1 --max-bytes 65536
 
 .PHONY: test-nccl

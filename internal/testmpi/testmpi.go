@@ -6,6 +6,7 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -34,7 +35,10 @@ var libraries = []Library{
 	{Name: "mpich", survive: []string{"-disable-auto-cleanup"}},
 }
 
-var enabled = flag.Bool("mpi", false, "run the tests that start MPI jobs; make test-mpi does")
+var (
+	enabled = flag.Bool("mpi", false, "run the tests that start MPI jobs; make test-openmpi does")
+	all     = flag.Bool("mpi-all", false, "run all MPI jobs, and all tests in each; make test-mpi does")
+)
 
 const notEnabled = "the flag -mpi is not set; make test-mpi and make deaths set it"
 
@@ -75,6 +79,17 @@ func root() string {
 	return filepath.Join(filepath.Dir(file), "..", "..")
 }
 
+// Sample returns one of cells, or all with the flag -mpi-all.
+func Sample[T any](t *testing.T, cells []T) []T {
+	t.Helper()
+	if *all {
+		return cells
+	}
+	i := rand.IntN(len(cells))
+	t.Logf("case %d of %d", i, len(cells))
+	return cells[i : i+1]
+}
+
 // Build runs the go command with the given arguments, such as "build", and adds the flags that make a program
 // with MPI. It returns the path of the program.
 func (l Library) Build(t *testing.T, args ...string) string {
@@ -84,12 +99,12 @@ func (l Library) Build(t *testing.T, args ...string) string {
 	if args[0] == "test" {
 		command = []string{"test", "-c"}
 	}
-	all := append(append(command, "-tags", "mpi", "-o", program), rest...)
-	cmd := exec.Command("go", all...)
+	args = append(append(command, "-tags", "mpi", "-o", program), rest...)
+	cmd := exec.Command("go", args...)
 	cmd.Env = append(cmd.Environ(), l.env...)
 	cmd.Dir = root()
 	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("go %s: %v\n%s", strings.Join(all, " "), err, out)
+		t.Fatalf("go %s: %v\n%s", strings.Join(args, " "), err, out)
 	}
 	return program
 }
@@ -132,8 +147,8 @@ const jobTime = 10 * time.Minute
 func (l Library) Command(t *testing.T, processes int, program string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(context.Background(), jobTime)
 	t.Cleanup(cancel)
-	all := append([]string{"-np", strconv.Itoa(processes)}, l.flags...)
-	cmd := exec.CommandContext(ctx, "mpirun."+l.Name, append(append(all, program), args...)...)
+	flags := append([]string{"-np", strconv.Itoa(processes)}, l.flags...)
+	cmd := exec.CommandContext(ctx, "mpirun."+l.Name, append(append(flags, program), args...)...)
 	cmd.Env = append(cmd.Environ(), "OMPI_MCA_mpi_yield_when_idle=1")
 	// mpirun ends its processes when it is asked to, but not when it is killed.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
@@ -153,11 +168,14 @@ func (l Library) Run(t *testing.T, processes int, program string, args ...string
 }
 
 // RunTests runs a program that was built with Build("test", ...) as jobs with the given numbers of processes.
-// The processes run the tests in the same order.
-func (l Library) RunTests(t *testing.T, program string, processes ...int) {
+// The processes run the tests that match the pattern, or all with the flag -mpi-all, in the same order.
+func (l Library) RunTests(t *testing.T, program, pattern string, processes ...int) {
+	if *all {
+		pattern = ""
+	}
 	for _, n := range processes {
 		t.Run(fmt.Sprintf("processes=%d", n), func(t *testing.T) {
-			l.Run(t, n, program, "-test.v", "-test.timeout", "9m")
+			l.Run(t, n, program, "-test.v", "-test.timeout", "9m", "-test.run", pattern)
 		})
 	}
 }

@@ -11,25 +11,27 @@ import (
 	"github.com/gohvd/gohvd/ops/mpi"
 )
 
-// The tests of the build with MPI pass with each library and several numbers of ranks.
+// The tests of the build with MPI pass with each library and several numbers of ranks. With options that only
+// change how a process joins and leaves MPI, which TestMain of these tests checks, one of them is enough.
 func TestWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		const one = "TestCollectives"
 		program := l.Build(t, "test", "./ops/mpi")
 		t.Setenv("GOMAXPROCS", "1")
-		l.RunTests(t, program, 1, 3)
+		l.RunTests(t, program, "", 1, 3)
 		t.Run("one thread", func(t *testing.T) {
 			t.Setenv("SINGLE_THREAD", "1")
-			l.RunTests(t, program, 2)
+			l.RunTests(t, program, "", 2)
 		})
 		t.Run("GOMAXPROCS", func(t *testing.T) {
 			t.Setenv("KEEP_THREADS", "1")
-			l.RunTests(t, program, 2)
+			l.RunTests(t, program, one, 2)
 		})
 		t.Run("initialized by the program", func(t *testing.T) {
 			t.Setenv("INITIALIZED", "1")
-			l.RunTests(t, program, 2)
+			l.RunTests(t, program, one, 2)
 			t.Setenv("ALONE", "1")
-			l.RunTests(t, program, 2)
+			l.RunTests(t, program, one, 2)
 		})
 		for _, test := range []string{"TestFailure", "TestFailureElsewhere", "TestFailureToMakeSet",
 			"TestFailureToFree"} {
