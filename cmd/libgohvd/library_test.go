@@ -140,7 +140,7 @@ func TestCollectives(t *testing.T) {
 func TestSidecar(t *testing.T) {
 	program := compile(t, "testdata/collectives.c", c99()...)
 	hvdd := filepath.Join(filepath.Dir(library(t)), "hvdd")
-	if out, err := exec.Command("go", "build", "-o", hvdd, "../hvdd").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", hvdd, "../hvdd").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	t.Setenv("HVD_SIDECAR", "spawn")

@@ -33,7 +33,7 @@ func library(t testing.TB) string {
 func buildHvdd(t testing.TB) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "hvdd")
-	if out, err := exec.Command("go", "build", "-o", path, "../../cmd/hvdd").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", path, "../../cmd/hvdd").CombinedOutput(); err != nil {
 		t.Fatalf("building hvdd: %v\n%s", err, out)
 	}
 	return path

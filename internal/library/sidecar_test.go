@@ -48,7 +48,8 @@ var built = sync.OnceValues(func() (path string, err error) {
 		return "", err
 	}
 	path = filepath.Join(scratch, "hvdd")
-	out, err := exec.Command("go", "build", "-o", path, "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
+	out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", path,
+		"github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
 	if err != nil {
 		err = fmt.Errorf("%w\n%s", err, out)
 	}

@@ -99,7 +99,7 @@ func (l Library) Build(t *testing.T, args ...string) string {
 	if args[0] == "test" {
 		command = []string{"test", "-c"}
 	}
-	args = append(append(command, "-tags", "mpi", "-o", program), rest...)
+	args = append(append(command, "-tags", "mpi", "-ldflags=-s -w", "-o", program), rest...)
 	cmd := exec.Command("go", args...)
 	cmd.Env = append(cmd.Environ(), l.env...)
 	cmd.Dir = root()

@@ -35,7 +35,8 @@ import (
 // built is the folder of hvdd.
 var built = sync.OnceValues(func() (string, error) {
 	folder := filepath.Join(scratch, "bin")
-	out, err := exec.Command("go", "build", "-o", folder+"/", "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
+	out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", folder+"/",
+		"github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("build hvdd: %w\n%s", err, out)
 	}
