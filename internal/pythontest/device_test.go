@@ -1,5 +1,3 @@
-//go:build nccl && cgo
-
 package pythontest
 
 import (
@@ -11,12 +9,15 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestDevicePython runs operations on memory of CUDA devices, with stand-ins for CUDA and NCCL. In some jobs
 // the tensors are copied through host memory. In the last ones, ranks die: before the launch of an operation,
 // between its parts, while it is on the device, and in the abort after the death of another one.
 func TestDevicePython(t *testing.T) {
+	t.Parallel()
+	testnet.NeedTorch(t) // which brings Python
 	run := func(tests string, ranks int, env ...string) (string, error) {
 		return onDevices(t, tests, ranks, env...)
 	}
@@ -92,7 +93,7 @@ func standIns() []string {
 // BenchmarkDevicePython measures the processor time of an allreduce from Python, on a device and in host
 // memory, with libraries that do nothing. The operations are fused, and then each launched by itself:
 //
-//	go test -tags nccl -run '^$' -bench DevicePython ./internal/pythontest
+//	go test -run '^$' -bench DevicePython ./internal/pythontest
 func BenchmarkDevicePython(b *testing.B) {
 	for b.Loop() {
 		for _, threshold := range []string{"67108864", "0"} {

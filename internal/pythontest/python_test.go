@@ -55,7 +55,7 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "building the library: %v\n%s", err, out)
 			return 1
 		}
-		return testcuda.Main(m)
+		return testcuda.WithLibraries(m.Run)
 	}())
 }
 

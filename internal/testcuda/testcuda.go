@@ -20,11 +20,18 @@ import (
 // it.
 const folder = "GOHVD_TEST_STANDINS"
 
-// Main builds the stand-ins with gcc, runs the tests of a package and returns the exit status. If the
-// environment names a folder of libraries, Main uses these. In a build without CUDA, which loads no
-// libraries, Main only runs the tests.
+// Main runs the tests of a package and returns the exit status. In a build with CUDA it calls WithLibraries.
 func Main(m *testing.M) int {
-	if cuda.Built && os.Getenv(folder) == "" {
+	if !cuda.Built {
+		return m.Run()
+	}
+	return WithLibraries(m.Run)
+}
+
+// WithLibraries builds the stand-ins with gcc and returns what run returns. If the environment names a folder
+// of libraries, run uses these.
+func WithLibraries(run func() int) int {
+	if os.Getenv(folder) == "" {
 		dir, err := os.MkdirTemp("", "standin")
 		if err == nil {
 			err = build(dir)
@@ -37,7 +44,7 @@ func Main(m *testing.M) int {
 		os.Setenv(folder, dir)
 		os.Setenv("STANDIN_NCCL_FOLDER", dir) // so that nothing is left of ranks that die
 	}
-	return m.Run()
+	return run()
 }
 
 // M runs the tests of a package as Main does.
