@@ -230,20 +230,21 @@ stress: python-programs ## test threads, joins, signals, crashes and workers of 
 	done
 
 # The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case, so
-# go test ./... has run it.
-TORCH_TESTS    = Torch|OtherLaunchers/torchrun
+# go test ./... has run it. Unless the variable TESTTORCH_FORKED is "no", processes are forked from one that has imported
+# PyTorch.
+TORCH_TESTS    = Torch|ElasticDDP|DDPProgram|Programs|OtherLaunchers/torchrun
 TORCH_PACKAGES = ./store ./store/c10d ./internal/bootstrap ./internal/pythontest ./internal/e2e
 
 .PHONY: test-new-torch
 test-new-torch: ## the Go tests with PyTorch, with that of scripts/new-torch.sh
 	python=$$(scripts/new-torch.sh); \
-	TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip TorchDistributed $(TORCH_PACKAGES)
+	TESTTORCH_FORKED=no TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip TorchDistributed $(TORCH_PACKAGES)
 
 .PHONY: test-torch2
 test-torch2: python-programs ## test-python also with PyPI's newest torch (some GB) and PYTHONS; writes a part of docs/compatibility.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy
-	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCH_TESTS)' $(TORCH_PACKAGES)
+	TESTTORCH_FORKED=no TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCH_TESTS)' $(TORCH_PACKAGES)
 	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: torch-own-tests

@@ -1,10 +1,7 @@
 package pythontest
 
 import (
-	"bufio"
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -23,118 +20,48 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// distributed returns a command that runs Python, with torch 2.1 or newer and gohvd's package, without
-// hvdrun. It skips the test if there is no such torch.
-func distributed(t *testing.T, args ...string) *exec.Cmd {
-	t.Helper()
-	return pythonCommand(t, testnet.NewTorch(t), args...)
+// torchEnvironment is environment, for jobs without hvdrun. On a busy machine, ranks may take longer than the
+// default to meet and to connect.
+func torchEnvironment(t testing.TB) []string {
+	return append(environment(t), fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", pythonLimit.Seconds()))
 }
 
-// pythonCommand returns a command that runs an interpreter with gohvd's package. On a busy machine, ranks may
-// take longer than the default to meet and to connect.
-func pythonCommand(t *testing.T, interpreter string, args ...string) *exec.Cmd {
+// torchCommand returns a command that begins with an interpreter, or with what takes its place, and runs with
+// gohvd's package.
+func torchCommand(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
-	cmd := exec.CommandContext(ctx, interpreter, args...)
-	cmd.Env = append(environment(t), fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", pythonLimit.Seconds()))
-	cmd.WaitDelay = 10 * time.Second
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Env, cmd.WaitDelay = torchEnvironment(t), 10*time.Second
 	return cmd
-}
-
-// forks is forked.py, whose ranks are forked after the import of torch, which takes longer than most of the
-// tests. It runs one job after the other.
-type forks struct {
-	cmd  *exec.Cmd
-	jobs io.WriteCloser
-	outs *bufio.Reader
-}
-
-// startForks starts forked.py, which runs until end is called.
-func startForks(t *testing.T) *forks {
-	t.Helper()
-	cmd := distributed(t, filepath.Join(python(t), "tests", "forked.py"))
-	jobs, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	outs, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd.Stderr = cmd.Stdout
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	return &forks{cmd, jobs, bufio.NewReader(outs)}
-}
-
-func (f *forks) end(t *testing.T) {
-	err := f.jobs.Close()
-	rest, _ := io.ReadAll(f.outs)
-	if err := errors.Join(err, f.cmd.Wait()); err != nil {
-		t.Errorf("forked.py: %v\n%s", err, rest)
-	}
-}
-
-// forkedJob is a job of forks. The fields are those of forked.py.
-type forkedJob struct {
-	Module string            `json:"module"`
-	Ranks  int               `json:"ranks"`
-	Args   []string          `json:"args,omitempty"`
-	Env    map[string]string `json:"env,omitempty"`
-	Hosts  [][2]string       `json:"hosts,omitempty"`
-}
-
-// run runs a job and returns its output. The exit codes of its ranks must be in codes.
-func (f *forks) run(t *testing.T, job forkedJob, codes ...string) string {
-	t.Helper()
-	if err := json.NewEncoder(f.jobs).Encode(job); err != nil {
-		t.Fatal(err)
-	}
-	var out strings.Builder
-	for {
-		line, err := f.outs.ReadString('\n')
-		if got, ok := strings.CutPrefix(line, "exit codes: ["); ok {
-			if got = strings.TrimSuffix(got, "]\n"); !slices.Contains(codes, got) {
-				t.Fatalf("exit codes %q of the ranks, want one of %q\n%s", got, codes, &out)
-			}
-			return out.String()
-		}
-		out.WriteString(line)
-		if err != nil {
-			t.Fatalf("forked.py: %v\n%s", err, &out)
-		}
-	}
 }
 
 // TestTorchDistributed runs jobs of gohvd.torch.distributed without a launcher.
 func TestTorchDistributed(t *testing.T) {
 	t.Parallel()
-	f := startForks(t)
-	defer f.end(t)
-	t.Run("tests", f.tests)
-	t.Run("hosts", f.hosts)
+	t.Run("tests", distributedTests)
+	t.Run("hosts", distributedHosts)
 	for _, how := range []string{"wait", "future", "ddp", "monitored_barrier"} {
-		t.Run("killed/"+how, func(t *testing.T) { f.killed(t, how) })
+		t.Run("killed/"+how, func(t *testing.T) { distributedKilled(t, how) })
 	}
 	for _, rank := range []string{"0", "1"} {
-		t.Run("hung in Init/"+rank, func(t *testing.T) { f.hungInInit(t, rank) })
+		t.Run("hung in Init/"+rank, func(t *testing.T) { distributedHungInInit(t, rank) })
 	}
 	for _, way := range []string{"torchft", "torch"} {
-		t.Run("elastic/"+way, func(t *testing.T) { f.elastic(t, way) })
+		t.Run("elastic/"+way, func(t *testing.T) { distributedElastic(t, way) })
 	}
 }
 
-// tests runs the tests on 1 and 3 ranks, some on 4, and those on 2 ranks in sidecars.
-func (f *forks) tests(t *testing.T) {
+// distributedTests runs the tests on 1 and 3 ranks, some on 4, and those on 2 ranks in sidecars.
+func distributedTests(t *testing.T) {
 	var seen coverage
-	for _, job := range []forkedJob{
-		{Ranks: 1}, {Ranks: 3}, {Ranks: 4, Args: []string{"Meshes", "Training.test_ddp"}},
-		{Ranks: 2, Env: map[string]string{"HVD_SIDECAR": "spawn"}},
+	for _, job := range []ranksJob{
+		{ranks: 1}, {ranks: 3}, {ranks: 4, args: []string{"Meshes", "Training.test_ddp"}},
+		{ranks: 2, env: []string{sidecarVariable}},
 	} {
-		job.Module = "distributed_ranks"
-		out := f.run(t, job, "0", "0, 0", "0, 0, 0", "0, 0, 0, 0")
+		job.module = "distributed_ranks"
+		out := runRanks(t, job, "0", "0, 0", "0, 0, 0", "0, 0, 0, 0")
 		seen.add(distributedTest.FindAllStringSubmatch(out, -1),
 			distributedSkip.FindAllStringSubmatch(out, -1))
 	}
@@ -145,13 +72,10 @@ func (f *forks) tests(t *testing.T) {
 	seen.report(t)
 }
 
-// hosts runs some of the tests on two simulated hosts, with two ranks on each.
-func (f *forks) hosts(t *testing.T) {
-	job := forkedJob{Module: "distributed_ranks", Ranks: 4, Args: []string{"Meshes", "Training.test_ddp"}}
-	for _, host := range testnet.NewHosts(t, 2) {
-		job.Hosts = append(job.Hosts, [2]string{host.Name, host.Addr.String()})
-	}
-	f.run(t, job, "0, 0, 0, 0")
+// distributedHosts runs some of the tests on two simulated hosts, with two ranks on each.
+func distributedHosts(t *testing.T) {
+	runRanks(t, ranksJob{module: "distributed_ranks", ranks: 4, args: []string{"Meshes", "Training.test_ddp"},
+		hosts: testnet.NewHosts(t, 2)}, "0, 0, 0, 0")
 }
 
 // distributedTest matches what distributed_ranks.py prints about a test that was run or skipped, and
@@ -161,10 +85,10 @@ var (
 	distributedSkip = regexp.MustCompile(`(?m)^skipped (\S+): (.*)$`)
 )
 
-// killed kills rank 1 of three. The wait of every other rank raises an error that names rank 1, in each kind
-// of wait.
-func (f *forks) killed(t *testing.T, how string) {
-	out := f.run(t, forkedJob{Module: "killed_ranks", Ranks: 3, Args: []string{how}}, "1, -9, 1")
+// distributedKilled kills rank 1 of three. The wait of every other rank raises an error that names rank 1, in
+// each kind of wait.
+func distributedKilled(t *testing.T, how string) {
+	out := runRanks(t, ranksJob{module: "killed_ranks", ranks: 3, args: []string{how}}, "1, -9, 1")
 	operation := `all_reduce \(call \d+ of group 0\)`
 	if how == "monitored_barrier" {
 		operation = "monitored_barrier"
@@ -177,12 +101,11 @@ func (f *forks) killed(t *testing.T, how string) {
 	}
 }
 
-// hungInInit checks that the ranks that make a process group name the rank that does not, when the time limit
-// of Init has passed, also if it is rank 0.
-func (f *forks) hungInInit(t *testing.T, hung string) {
-	job := forkedJob{Module: "killed_ranks", Ranks: 3, Args: []string{"hung", hung},
-		Env: map[string]string{"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}}
-	out := f.run(t, job, "0, 0, 0")
+// distributedHungInInit checks that the ranks that make a process group name the rank that does not, when the
+// time limit of Init has passed, also if it is rank 0.
+func distributedHungInInit(t *testing.T, hung string) {
+	out := runRanks(t, ranksJob{module: "killed_ranks", ranks: 3, args: []string{"hung", hung},
+		env: []string{"HOROVOD_GLOO_TIMEOUT_SECONDS=10"}}, "0, 0, 0")
 	got := regexp.MustCompile(`(?m)^rank \d got (.*)`).FindAllStringSubmatch(out, -1)
 	for _, g := range got {
 		if !strings.Contains(g[1], "waiting for rank "+hung) && !strings.Contains(g[1], "waiting until rank "+hung) {
@@ -200,10 +123,11 @@ func (f *forks) hungInInit(t *testing.T, hung string) {
 	}
 }
 
-// elastic kills rank 1 of three. The others reconfigure the group. With torch's way they train on with a new
-// DistributedDataParallel of torch.
-func (f *forks) elastic(t *testing.T, way string) {
-	out := f.run(t, forkedJob{Module: "elastic_group_ranks", Ranks: 3, Args: []string{way}}, "0, -9, 0", "0, 0, 0")
+// distributedElastic kills rank 1 of three. The others reconfigure the group. With torch's way they train on
+// with a new DistributedDataParallel of torch.
+func distributedElastic(t *testing.T, way string) {
+	out := runRanks(t, ranksJob{module: "elastic_group_ranks", ranks: 3, args: []string{way}}, "0, -9, 0",
+		"0, 0, 0")
 	if reason := regexp.MustCompile("torch .* cannot reconfigure groups").FindString(out); reason != "" {
 		t.Skip(reason)
 	}
@@ -219,10 +143,11 @@ const withTorchrun = "Lives.test_job_of_the_program"
 // again, and they run a test.
 func TestTorchDistributedRestarts(t *testing.T) {
 	t.Parallel()
-	testnet.NewTorch(t)
-	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
-	out, err := distributed(t, append(args, "--nproc_per_node=2", "--max_restarts=1",
-		filepath.Join(python(t), "tests", "killed_ranks.py"), withTorchrun)...).CombinedOutput()
+	python2 := withTorch(t, testnet.NewTorch(t))
+	args := slices.Concat(python2, []string{"-m", "torch.distributed.run"}, testnet.Standalone(t),
+		[]string{"--nproc_per_node=2", "--max_restarts=1", "--no-python"}, python2,
+		[]string{filepath.Join(python(t), "tests", "killed_ranks.py"), withTorchrun})
+	out, err := torchCommand(t, args...).CombinedOutput()
 	for _, want := range []string{
 		"rank 0 got torch.distributed.all_reduce", "rank 1 failed", "ran " + withTorchrun,
 		"2 ranks: 1 tests passed",
@@ -265,7 +190,7 @@ for step in range(1000000):
 // not one whose operation has failed because of it.
 func TestTorchDistributedUnderHvdrun(t *testing.T) {
 	t.Parallel()
-	python := testnet.NewTorch(t)
+	python := withTorch(t, testnet.NewTorch(t))
 	for how, want := range map[string]string{
 		"exits":   "  rank 1: exit status 0\n",
 		"stopped": "  rank 1: killed by SIGKILL from hvdrun\n",
@@ -277,7 +202,8 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 			if err := os.WriteFile(script, []byte(distributedFault), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			cmd := launched(t, "-np", "2", "--start-timeout", "300", "--metrics-addr", addr, python, script, file, how)
+			args := append([]string{"-np", "2", "--start-timeout", "300", "--metrics-addr", addr}, python...)
+			cmd := launched(t, append(args, script, file, how)...)
 			log, err := os.Create(filepath.Join(dir, "log"))
 			if err != nil {
 				t.Fatal(err)

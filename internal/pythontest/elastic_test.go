@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"testing"
 	"time"
@@ -19,21 +20,23 @@ import (
 func elasticJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
 	testnet.NeedTorch(t)
-	return elasticJobOf(t, testnet.Python, "elastic_ranks.py", flags, program...)
+	return elasticJobOf(t, withTorch(t, testnet.Python), "elastic_ranks.py", flags, program...)
 }
 
 // elasticNumpyJob is elasticJob with the programs of elastic_numpy_ranks.py, which do without torch.
 func elasticNumpyJob(t *testing.T, flags []string, program ...string) *exec.Cmd {
 	t.Helper()
 	testnet.NeedTorch(t) // which brings numpy
-	return elasticJobOf(t, testnet.Python, "elastic_numpy_ranks.py", flags, program...)
+	return elasticJobOf(t, []string{testnet.Python}, "elastic_numpy_ranks.py", flags, program...)
 }
 
-// elasticJobOf is elasticJob with an interpreter and the file of the programs.
-func elasticJobOf(t *testing.T, interpreter, file string, flags []string, program ...string) *exec.Cmd {
+// elasticJobOf is elasticJob with an interpreter, or what takes its place, and the file of the programs.
+func elasticJobOf(t *testing.T, interpreter []string, file string, flags []string,
+	program ...string) *exec.Cmd {
 	t.Helper()
 	script := filepath.Join(python(t), "tests", file)
-	return launched(t, append(append(flags, "--blacklist-cooldown-range", "1,1", interpreter, script), program...)...)
+	return launched(t, slices.Concat(flags, []string{"--blacklist-cooldown-range", "1,1"}, interpreter,
+		[]string{script}, program)...)
 }
 
 // ends runs an elastic job, which must succeed and whose output must match the patterns, each as often as it
@@ -136,7 +139,7 @@ func TestElasticBuilding(t *testing.T) {
 // TestElasticDDP kills a rank of a job that trains with gohvd's DistributedDataParallel.
 func TestElasticDDP(t *testing.T) {
 	t.Parallel()
-	cmd := elasticJobOf(t, testnet.NewTorch(t), "elastic_ranks.py", []string{"-np", "3", "--min-np", "2"}, "ddp")
+	cmd := elasticJobOf(t, withTorch(t, testnet.NewTorch(t)), "elastic_ranks.py", []string{"-np", "3", "--min-np", "2"}, "ddp")
 	ends(t, cmd, map[string]int{`:done \w+\n`: 3, `hvdrun: generation 2: 2 ranks: rank 1 `: 1,
 		`hvdrun: generation 3: 3 ranks: new`: 1, `hvdrun: generation 4`: 0})
 }

@@ -31,8 +31,8 @@ var programInPage = regexp.MustCompile("(?s)\n```python\n(.*?)\n```\n")
 // torch takes longer than most of them.
 func runPrograms(t *testing.T, interpreter string, pages ...string) {
 	dir := t.TempDir()
-	args := []string{"-np", "2", interpreter, "-c",
-		"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print('end of', path, flush=True)"}
+	args := append([]string{"-np", "2"}, append(withTorch(t, interpreter), "-c",
+		"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print('end of', path, flush=True)")...)
 	for i, page := range pages {
 		text, err := os.ReadFile(filepath.Join("../..", page))
 		if err != nil {

@@ -66,7 +66,7 @@ func TestBesideTorch(t *testing.T) {
 		t.Run(test.launcher+" "+test.order, func(t *testing.T) {
 			t.Parallel()
 			out := test.run(t, func(args ...string) *exec.Cmd {
-				cmd := pythonCommand(t, testnet.Python, append(args, script, test.order)...)
+				cmd := torchCommand(t, append(args, script, test.order)...)
 				cmd.Env = append(cmd.Env, "GLOO_SOCKET_IFNAME=lo")
 				return cmd
 			})
@@ -89,7 +89,7 @@ func TestBesideTorch(t *testing.T) {
 func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
 	// The flag --redirects is set because its default in PyTorch 1.13 fails with current versions of Python.
 	// Its value redirects no output, because there is no rank 9.
-	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
+	args := append([]string{testnet.Python, "-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 	cmd := command(append(args, "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
@@ -106,7 +106,7 @@ func byHand(t *testing.T, command func(...string) *exec.Cmd) string {
 	var errs [2]error
 	var wg sync.WaitGroup
 	for r := range outs {
-		cmd := command()
+		cmd := command(withTorch(t, testnet.Python)...)
 		cmd.Env = append(cmd.Env, "RANK="+strconv.Itoa(r), "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
 			"MASTER_PORT="+port)
 		wg.Go(func() { outs[r], errs[r] = cmd.CombinedOutput() })

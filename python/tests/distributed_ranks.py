@@ -1,6 +1,6 @@
 """Tests of gohvd.torch.distributed. Every rank runs the same tests, in the same order.
 
-distributed_ranks.py [NAME...] runs as one rank of torchrun, and forked.py runs it without torchrun. The ranks run the
+distributed_ranks.py [NAME...] runs as one rank of torchrun, and internal/pythontest runs it without. The ranks run the
 tests with these names, or else all tests. Then rank 0 prints ``N ranks: M tests passed``, after the names of the tests that
 ran or were skipped. The name of this file does not begin with test_, because hvdrun does not start these tests.
 """

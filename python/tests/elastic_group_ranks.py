@@ -1,5 +1,5 @@
-"""A group whose members change: rank 1 of three is killed, and the others go on in their processes. forked.py runs it with
-the way in which they reconfigure the group, which is that of torch or that of torchft 0.2.
+"""A group whose members change: rank 1 of three is killed, and the others go on in their processes. internal/pythontest runs
+it with the way in which they reconfigure the group, which is that of torch or that of torchft 0.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A job whose rank 1 is killed, or of which a rank hangs. The other ranks print the error that ends their wait.
 
-forked.py runs it with the way in which the ranks wait for an operation, or with "hung" and the rank that hangs before it
+internal/pythontest runs it with the way in which the ranks wait for an operation, or with "hung" and the rank that hangs before it
 makes the group. torchrun runs it with names of tests of distributed_ranks.py. The ranks that torchrun starts after the death
 run these tests.
 """
