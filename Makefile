@@ -87,6 +87,15 @@ race-all: vet-tool ## test all packages with goroutines and CUDA devices under t
 nocgo: ## test without a C compiler that ranks find each other by name
 	CGO_ENABLED=0 $(GO) test $(VETTED) -trimpath -run 'Loopback|Plain|Master' ./internal/bootstrap
 
+# The packages of several programs, and what goes to /dev/null, are only compiled, not linked. The lines are: the tests and
+# the programs that they start, the race detector, libgohvd.so, and the programs of the wheels and of the image.
+.PHONY: compile
+compile: ## compile what the targets of check link, for .ci/run
+	$(GO) build ./...
+	$(GO) build -race -tags nccl $(RACED)
+	$(GO) build -buildmode=c-shared -tags nccl -o /dev/null ./cmd/libgohvd
+	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false ./cmd/hvdrun ./cmd/hvdd ./examples/digits
+
 .PHONY: noasm
 noasm: ## test the kernels without assembly
 	$(GO) test $(VETTED) -tags noasm ./internal/kernel
