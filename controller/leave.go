@@ -128,8 +128,13 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
 		held := s.held.has(key) // every member has requested the held tensors, so every member waits
+		missing := st.Missing
 		visit(st, s.missing(func(m int) bool {
-			return !s.concerns(&st, m) || !held && slices.Contains(st.Missing, s.Ranks[m])
+			late := len(missing) > 0 && missing[0] == s.Ranks[m] // both are in the same order
+			if late {
+				missing = missing[1:]
+			}
+			return !s.concerns(&st, m) || late && !held
 		}))
 	})
 	if s.joined.count > 0 && s.joined.count < len(s.Ranks) {

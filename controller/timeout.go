@@ -207,33 +207,53 @@ func (s *setState) blocked(by topo.Rank, tensor string) (kind message.Kind, rank
 // rank that waits for a rank in the list is not added. addAwaited also extends why, which says what the given
 // ranks have not submitted.
 func (t *setTable) addAwaited(ranks []topo.Rank, why string) ([]topo.Rank, string) {
-	late := slices.Clone(ranks)
-	isLate := func(r topo.Rank) bool { return slices.Contains(late, r) }
-	waitsToo := func(r topo.Rank) (found bool) {
-		t.eachAwaited(func(st Stall, waiting []topo.Rank) {
-			found = found || slices.Contains(waiting, r) && slices.ContainsFunc(st.Missing, isLate)
-		})
-		return found
+	type awaited struct {
+		Stall
+		missing, waiting message.Bits // ranks
 	}
+	var operations []awaited
+	t.eachAwaited(func(st Stall, waiting []topo.Rank) {
+		operations = append(operations, awaited{st, bitsOf(st.Missing), bitsOf(waiting)})
+	})
+	late := bitsOf(ranks)
+	var waitToo message.Bits // the ranks that wait for a rank in late
+	update := func() {
+		for i := range operations {
+			if operations[i].missing.Intersects(late) {
+				waitToo.Or(operations[i].waiting)
+			}
+		}
+	}
+	update()
 	for more := true; more; {
 		more = false
-		t.eachAwaited(func(st Stall, waiting []topo.Rank) {
-			if st.Group != "" || !slices.ContainsFunc(waiting, isLate) {
-				return
+		for _, op := range operations {
+			if op.Group != "" || !op.waiting.Intersects(late) {
+				continue
 			}
-			added := slices.DeleteFunc(slices.Clone(st.Missing), func(r topo.Rank) bool {
-				return isLate(r) || waitsToo(r)
+			added := slices.DeleteFunc(slices.Clone(op.Missing), func(r topo.Rank) bool {
+				return late.Has(uint32(r)) || waitToo.Has(uint32(r))
 			})
 			if len(added) == 0 {
-				return
+				continue
 			}
-			by := slices.DeleteFunc(waiting, func(r topo.Rank) bool { return !isLate(r) })
-			why += fmt.Sprintf(", while %s %s, which %s not submitted", waitFor(by), label(st.Kind, st.Name), have(added))
-			late, more = append(late, added...), true
-		})
+			by := slices.DeleteFunc(ranksIn(op.waiting), func(r topo.Rank) bool { return !late.Has(uint32(r)) })
+			why += fmt.Sprintf(", while %s %s, which %s not submitted", waitFor(by),
+				label(op.Kind, op.Name), have(added))
+			late.Or(bitsOf(added))
+			update()
+			more = true
+		}
 	}
-	slices.Sort(late)
-	return late, why
+	return ranksIn(late), why
+}
+
+// bitsOf returns a vector with the bits of the given ranks.
+func bitsOf(ranks []topo.Rank) (v message.Bits) {
+	for _, r := range ranks {
+		v.Set(uint32(r))
+	}
+	return v
 }
 
 // eachAwaited calls visit for each operation of any process set, including joins, for which some ranks wait.

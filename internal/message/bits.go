@@ -74,5 +74,15 @@ func (v Bits) And(o Bits) {
 	}
 }
 
+// Intersects reports whether v and o have a bit that is 1 in both.
+func (v Bits) Intersects(o Bits) bool {
+	for i := range min(len(v), len(o)) {
+		if v[i]&o[i] != 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // Reset makes v empty. It keeps the memory of v.
 func (v *Bits) Reset() { *v = (*v)[:0] }

@@ -657,6 +657,9 @@ func TestBits(t *testing.T) {
 		t.Errorf("after clearing 64: %v", v)
 	}
 	w := bitsOf(3, 5)
+	if !v.Intersects(w) || v.Intersects(bitsOf(5, 64)) || w.Intersects(bitsOf(130)) {
+		t.Errorf("%v intersects %v: %v", v, w, v.Intersects(w))
+	}
 	v.And(w)
 	if v.Has(130) || !v.Has(3) || v.Has(5) {
 		t.Errorf("AND: %v", v)
