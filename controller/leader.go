@@ -196,15 +196,12 @@ func (c *Coordinator) closeKeepers(r topo.Rank) {
 // postpone reports whether the coordinator must not yet act on a timeout that rank r reports, because leaders
 // may hold requests that were made before. The rank repeats the report while the operation is pending.
 func (t *roster) postpone(r topo.Rank) bool {
-	if t.leaders == nil {
-		return false
-	}
 	k := &t.all[r].timeouts
 	if k.last == 0 || t.now-k.last > 2*heartbeatPeriod {
 		k.first = t.now
 	}
 	k.last = t.now
-	return t.now-k.first < 2*holdPeriod
+	return t.leaders != nil && t.now-k.first < 2*holdPeriod
 }
 
 // timeoutReports has the times of the first and the last report of a rank that operations have timed out.

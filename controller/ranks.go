@@ -30,7 +30,7 @@ type rankState struct {
 	lost         bool          // whether the rank's control connection has ended
 	// executing is the oldest grant that the rank has not finished.
 	executing execution
-	timeouts  timeoutReports // used only if there are leaders
+	timeouts  timeoutReports
 	departure
 	kept
 }

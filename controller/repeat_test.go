@@ -282,7 +282,7 @@ func TestAcknowledgedBeforeDecided(t *testing.T) {
 	}{
 		{heartbeat, 5, ""},
 		{heartbeat, 6, "got an acknowledgment of cycle 6, want a cycle from 0 to 5"},
-		{timeout, 4, "the operation was granted and has not finished"},
+		{timeout, 4, `rank 1 has not finished "a"`},
 		{timeout, 5, ""},
 	} {
 		j, submit := repeatJob(t, controller.CoordinatorConfig{})
@@ -290,6 +290,7 @@ func TestAcknowledgedBeforeDecided(t *testing.T) {
 			submit("a")
 			j.cycle()
 		}
+		j.coord.Step(1, &message.Up{Type: message.UpHeartbeat, Tensor: "a", Millis: 1000})
 		c.up.Seen = c.seen
 		j.coord.Step(1, &c.up)
 		got := ""

@@ -11,8 +11,8 @@ import (
 
 // Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
 // with a verdict if it knows which ranks hold up the tensor. It gives no answer if the request, or the grant
-// of the tensor to this rank, is still in flight, or if a lock-step cycle is late. If the tensor does not
-// finish then, the caller must call Timeout again. If the coordinator has missed its heartbeats, Expire
+// of the tensor to this rank, is still in flight, if no heartbeat has named the grant yet, or if a lock-step
+// cycle is late. If the tensor does not finish then, the caller must call Timeout again. If the coordinator has missed its heartbeats, Expire
 // fails rank 0, or the leader that sends them.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	m.timedOut(message.Up{Set: set, Tensor: tensor}, after)
@@ -123,11 +123,24 @@ func (c *Coordinator) expireTensor(by topo.Rank, u *message.Up) {
 			return
 		}
 	}
-	if u.Granted || s != nil && s.isReady(u.Tensor) {
-		ranks, why := c.ranks.unfinished(u.Set)
-		if len(ranks) == 0 {
-			ranks, why = []topo.Rank{by}, "the operation was granted and has not finished"
-		}
+	if u.Granted {
+		c.expireGrant(by, by, u)
+	} else if s != nil && s.isReady(u.Tensor) {
+		c.expireGrant(by, s.Ranks[0], u) // grants that this rank has not reported as finished keep the gate closed
+	}
+}
+
+// expireGrant fails the epoch because ranks have not finished an operation. The rank holder has not finished
+// the tensor, or an earlier grant of its set. If no heartbeat has named a grant of the set yet, expireGrant
+// does nothing. The oldest grant of each rank may also be one of another set; this is assumed only if the
+// report was repeated, because otherwise the grants of the set may be too new to be named.
+func (c *Coordinator) expireGrant(by, holder topo.Rank, u *message.Up) {
+	ranks, why := c.ranks.unfinished(u.Set)
+	x := &c.ranks.all[holder].executing
+	if len(ranks) == 0 && x.tensor != "" && c.now-c.ranks.all[by].timeouts.first >= 2*heartbeatPeriod {
+		ranks, why = c.ranks.unfinished(x.set)
+	}
+	if len(ranks) > 0 {
 		c.fail(ranks, timeoutText(message.NoKind, by, u, why))
 	}
 }
