@@ -13,7 +13,7 @@ type StarConfig struct {
 	Rank topo.Rank
 	Size int
 	// Up sends a frame to rank 0, and Down a frame from rank 0 to another rank. They report errors
-	// themselves.
+	// themselves, and keep no reference to the frame.
 	Up   func(frame []byte)
 	Down func(to topo.Rank, frame []byte)
 	// Malformed is called with the sender of a frame that breaks the protocol.
@@ -25,10 +25,14 @@ type StarConfig struct {
 type Star struct {
 	cfg     StarConfig
 	frames  [][][]byte // for each rank, the frames that have arrived and have not been used
+	spare   [][]byte   // memory of vectors that were used
 	pending collective // the collective that was started last
 	and, or []uint64   // the vectors that AndOr combines
 	own     []byte     // the frame of this rank
-	scratch struct{ and, or []uint64 }
+	scratch struct {
+		and, or []uint64
+		frame   []byte
+	}
 }
 
 // collective is one of the collectives of a Star.
@@ -53,7 +57,11 @@ func (s *Star) Take(from topo.Rank, frame []byte) bool {
 	if !message.IsVectors(frame) && (len(frame) == 0 || frame[0] != ofCycle) {
 		return false
 	}
-	s.frames[from] = append(s.frames[from], slices.Clone(frame))
+	var kept []byte
+	if n := len(s.spare); n > 0 {
+		kept, s.spare = s.spare[n-1], s.spare[:n-1]
+	}
+	s.frames[from] = append(s.frames[from], append(kept, frame...))
 	return true
 }
 
@@ -61,7 +69,7 @@ func (s *Star) Take(from topo.Rank, frame []byte) bool {
 func (s *Star) AndOr(and, or []uint64) {
 	s.pending, s.and, s.or = combine, and, or
 	if s.cfg.Rank != 0 {
-		s.cfg.Up(message.AppendVectors(nil, and, or))
+		s.cfg.Up(s.encode())
 	}
 }
 
@@ -92,20 +100,26 @@ func (s *Star) Poll() bool { return false }
 
 // Missing implements engine.Collectives.
 func (s *Star) Missing() (ranks []topo.Rank) {
-	for r := range s.cfg.Size {
-		waits := s.pending != broadcast && s.cfg.Rank == 0 && r != 0 || s.pending != gather &&
-			s.cfg.Rank != 0 && r == 0
-		if waits && len(s.frames[r]) == 0 {
-			ranks = append(ranks, topo.Rank(r))
+	for r := range topo.Rank(s.cfg.Size) {
+		if s.isMissing(r) {
+			ranks = append(ranks, r)
 		}
 	}
 	return ranks
 }
 
+// isMissing reports whether the collective waits for a frame from rank r.
+func (s *Star) isMissing(r topo.Rank) bool {
+	waits := s.pending != broadcast && s.cfg.Rank == 0 && r != 0 || s.pending != gather && s.cfg.Rank != 0 && r == 0
+	return waits && len(s.frames[r]) == 0
+}
+
 // Test implements engine.Collectives.
 func (s *Star) Test() (frames [][]byte, done bool, err error) {
-	if len(s.Missing()) > 0 {
-		return nil, false, nil
+	for r := range topo.Rank(s.cfg.Size) {
+		if s.isMissing(r) {
+			return nil, false, nil
+		}
 	}
 	root := s.cfg.Rank == 0
 	switch s.pending {
@@ -137,7 +151,7 @@ func (s *Star) Test() (frames [][]byte, done bool, err error) {
 		(*message.Bits)(&s.and).And(s.scratch.and)
 		(*message.Bits)(&s.or).Or(s.scratch.or)
 	}
-	s.down(message.AppendVectors(nil, s.and, s.or))
+	s.down(s.encode())
 	return nil, true, nil
 }
 
@@ -148,12 +162,19 @@ func (s *Star) take(from topo.Rank) []byte {
 	return frame
 }
 
+// encode returns a frame with the bit vectors of this rank. It is valid until the next call.
+func (s *Star) encode() []byte {
+	s.scratch.frame = message.AppendVectors(s.scratch.frame[:0], s.and, s.or)
+	return s.scratch.frame
+}
+
 // decode decodes the bit vectors that came from a rank and reports whether they can be combined with the
 // vectors of this rank. If not, decode declares that the sender has failed.
 func (s *Star) decode(from topo.Rank) bool {
 	var err error
-	v := &s.scratch
-	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil &&
+	v, frame := &s.scratch, s.take(from)
+	defer func() { s.spare = append(s.spare, frame[:0]) }()
+	if v.and, v.or, err = message.DecodeVectors(frame, v.and, v.or); err == nil &&
 		(len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
 		err = fmt.Errorf("got an AND vector of %d words and an OR vector of %d words, want %d and %d words",
 			len(v.and), len(v.or), len(s.and), len(s.or))
