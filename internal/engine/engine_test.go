@@ -741,32 +741,56 @@ func TestAlltoallOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// If the lane of one rank is stuck, the shutdown of another rank fails with ErrCutShort after ten seconds
-// without progress, and every operation ends.
+// If the lane of one rank is stuck, the shutdown of the job fails at another rank after ten seconds without
+// progress, and every operation ends. The error says why the job was shut down.
 func TestShutdownWithoutProgress(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := start(t, 2, nil)
-		zero := c.gather(0, allocate)
-		one := c.gather(1, func(n int) []byte {
-			time.Sleep(time.Hour) // this takes no real time in the bubble
-			return make([]byte, n)
+	for name, want := range map[string]func(error) bool{
+		"all leave": func(err error) bool { return errors.Is(err, engine.ErrCutShort) },
+		"stall": func(err error) bool {
+			stall, ok := errors.AsType[*engine.StallError](err)
+			return ok && strings.Contains(stall.Reason, `"gather"`)
+		},
+		"one leaves": func(err error) bool {
+			peer, ok := errors.AsType[*engine.PeerError](err)
+			return ok && peer.ShutDown && slices.Equal(peer.Ranks, []int{1})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := start(t, 2, func(cfg *engine.Config) {
+					if name == "stall" {
+						cfg.StallShutdown = 5 * time.Second
+					}
+				})
+				zero := c.gather(0, allocate)
+				one := c.gather(1, func(n int) []byte {
+					time.Sleep(time.Hour) // this takes no real time in the bubble
+					return make([]byte, n)
+				})
+				synctest.Wait()
+				began := time.Now()
+				if name == "one leaves" {
+					c.submit(0, gather("missing", allocate))
+				}
+				var ended sync.WaitGroup
+				if name != "stall" {
+					ended.Go(func() { _ = c.engines[1].Shutdown(t.Context(), engine.Departure{}) })
+				}
+				if name != "all leave" {
+					<-c.engines[0].Over()
+				}
+				err := c.engines[0].Shutdown(t.Context(), engine.Departure{})
+				if took := time.Since(began); took < 10*time.Second || took > 20*time.Second || !want(err) ||
+					!errors.Is(err, engine.ErrShutDown) || !strings.Contains(err.Error(), "were aborted") {
+					t.Errorf("the shutdown took %v and gave %v", took, err)
+				}
+				if err := <-zero; !want(err) || !errors.Is(err, engine.ErrShutDown) {
+					t.Errorf("the stuck operation: got %v", err)
+				}
+				<-one
+				ended.Wait()
+				c.engines[1].Close()
+			})
 		})
-		synctest.Wait()
-		began := time.Now()
-		ended := make(chan struct{})
-		go func() {
-			defer close(ended)
-			_ = c.engines[1].Shutdown(t.Context(), engine.Departure{})
-		}()
-		err := c.engines[0].Shutdown(t.Context(), engine.Departure{})
-		if took := time.Since(began); took < 10*time.Second || took > 15*time.Second ||
-			!errors.Is(err, engine.ErrCutShort) {
-			t.Errorf("shutdown took %v and gave %v, want 10s and that it was cut short", took, err)
-		}
-		if err := <-zero; !errors.Is(err, engine.ErrShutDown) {
-			t.Errorf("the stuck operation: got %v", err)
-		}
-		<-one
-		<-ended
-	})
+	}
 }

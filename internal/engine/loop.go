@@ -72,8 +72,7 @@ func (e *Engine) answer(err error) {
 	if err == nil {
 		reason = ErrShutDown
 	}
-	var p *PeerError
-	if errors.As(reason, &p) {
+	if p, ok := errors.AsType[*PeerError](reason); ok && p != e.stopCause {
 		e.reportVerdict(p)
 	}
 	for _, s := range e.sets.all {
@@ -148,6 +147,8 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 			return 0, true, ErrClosed
 		}
 		return 0, true, outcome.OfVerdict(e.member.Verdict())
+	case e.member.Closed() && e.granted > 0 && e.stopCause != nil:
+		return 0, true, outcome.CutShort(e.stopCause)
 	case e.member.Closed() && e.granted > 0:
 		return 0, true, ErrCutShort
 	case e.member.Closed():

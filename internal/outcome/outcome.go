@@ -22,8 +22,14 @@ var ErrClosed = errors.New("the engine was closed")
 // a set is removed, the operations that wait in it also fail with this error.
 var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
 
-// ErrCutShort reports that a shutdown has aborted running operations because they made no progress.
-var ErrCutShort = fmt.Errorf("%w: running operations were aborted because they made no progress", ErrShutDown)
+// ErrCutShort reports that a shutdown of all ranks has aborted running operations because they made no
+// progress.
+var ErrCutShort = CutShort(ErrShutDown)
+
+// CutShort returns an error that reports that a shutdown because of cause has aborted running operations.
+func CutShort(cause error) error {
+	return fmt.Errorf("%w; running operations were aborted because they made no progress", cause)
+}
 
 // StallError reports that the job was shut down because some ranks did not submit a tensor for which the
 // other ranks had waited too long. It matches ErrShutDown.
