@@ -8,6 +8,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // ErrShutDown reports that an operation cannot run anymore because this rank has shut down, or because every
@@ -31,8 +32,8 @@ func CutShort(cause error) error {
 	return fmt.Errorf("%w; running operations were aborted because they made no progress", cause)
 }
 
-// StallError reports that the job was shut down because some ranks did not submit a tensor for which the
-// other ranks had waited too long. It matches ErrShutDown.
+// StallError reports that the job was shut down because some ranks did not submit or finish a tensor for which
+// the other ranks had waited too long. It matches ErrShutDown.
 type StallError struct {
 	// Reason names the operation, the tensor, the missing ranks and how long the other ranks have waited.
 	Reason string
@@ -91,14 +92,7 @@ type PeerError struct {
 func (e *PeerError) Is(target error) bool { return e.ShutDown && target == ErrShutDown }
 
 func (e *PeerError) Error() string {
-	var b strings.Builder
-	for i, r := range e.Ranks {
-		if i > 0 {
-			b.WriteString(" or ")
-		}
-		fmt.Fprintf(&b, "rank %d", r)
-	}
-	return fmt.Sprintf("%s failed: %s", b.String(), e.Reason)
+	return fmt.Sprintf("%s failed: %s", topo.FormatRanks(e.Ranks), e.Reason)
 }
 
 // OfVerdict returns the error with which an epoch ends after the verdict v.
