@@ -195,6 +195,7 @@ type Engine struct {
 	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
 	granted     int           // number of grants that were dispatched and are not finished
 	onDevices   uint64        // number of grants on devices that were dispatched
+	announced   bool          // whether the member knows that this rank submits nothing more
 	stopped     bool          // whether the coordinator's stop was applied
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight

@@ -242,7 +242,8 @@ func (e *Engine) takeRequests() {
 	case leaving.Failed:
 		e.member.Suspect(e.self(), leaving.Reason)
 	default:
-		if accepts {
+		if accepts && !e.announced {
+			e.announced = true
 			e.member.Shutdown(leaving.Reason, e.messages.channels())
 		}
 		e.expireShutdown(leaving)

@@ -39,35 +39,8 @@ const (
 	MaxFrameSets = 2 * MaxSets
 )
 
-// A frame has these fields in this order. u8 to u64 are unsigned integers in little-endian order. The number
-// before elements with "each" is how many of them follow.
-//
-//	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
-//	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
-//	          | with shutdown: u64 operations, u32 milliseconds | u16 length + tensor | u16 length + reason
-//	          | u32 channels, u32 set, u32 rank each
-//	suspect:  u32 set | u32 ranks, u32 each | u16 length + reason
-//	lost,
-//	fault:    u32 rank | u16 length + reason
-//	released: u32 rank
-//	timeout,
-//	heartbeat: u32 set, u32 milliseconds | u16 length + tensor
-//	Down:     u8 type | u8 flags (1 stop, 2 tuning) | u64 cycle | body
-//	cycle:    u16 sets | per set: u32 set, u32 grants, u32 erase, u32 bit each, u32 puts, 3 x u32 each
-//	          | u32 ranks, u32 each | u16 length + reason
-//	          | with tuning: u64 threshold, u64 nanoseconds, u32 segment, u8 cache off
-//	  grant:  u8 backend, u8 algorithm, u32 absent, u32 rank each, u32 bits, u32 bit each, u32 full, each
-//	          u32 length + protobuf
-//	fail:     u32 ranks, u32 each | u16 length + reason
-//	left,
-//	heartbeat: u32 ranks, u32 each | u32 channels, u32 set, u32 rank each
-//	bits:     u16 words, u64 each
-//	Vectors:  u8 type | and, or: u32 words, u64 each
-//	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
-//	combined: u8 type | u32 parts | per part: u32 ranks, u32 rank, u32 microseconds each | u32 length + Up or Probe
-//	addressed: u8 type | u32 ranks, u32 each | Down or Probe
-//
-// A frame does not contain its own length, because the connection transmits the length.
+// These are the flags in frames. docs/negotiation.md#frames specifies the frames. A frame does not contain its
+// own length, because the connection transmits the length.
 const (
 	flagShutdown = 1
 	flagGranted  = 2
