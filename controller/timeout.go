@@ -12,8 +12,8 @@ import (
 // Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
 // with a verdict if it knows which ranks hold up the tensor. It gives no answer if the request, or the grant
 // of the tensor to this rank, is still in flight, if no heartbeat has named the grant yet, or if a lock-step
-// cycle is late. If the tensor does not finish then, the caller must call Timeout again. If the coordinator has missed its heartbeats, Expire
-// fails rank 0, or the leader that sends them.
+// cycle is late. If the tensor does not finish then, the caller must call Timeout again. If the coordinator
+// has missed its heartbeats, Expire fails rank 0, or the leader that sends them.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	m.timedOut(message.Up{Set: set, Tensor: tensor}, after)
 }
@@ -126,7 +126,7 @@ func (c *Coordinator) expireTensor(by topo.Rank, u *message.Up) {
 	if u.Granted {
 		c.expireGrant(by, by, u)
 	} else if s != nil && s.isReady(u.Tensor) {
-		c.expireGrant(by, s.Ranks[0], u) // grants that this rank has not reported as finished keep the gate closed
+		c.expireGrant(by, s.Ranks[0], u) // unfinished grants of this rank keep the gate closed
 	}
 }
 
@@ -250,7 +250,9 @@ func (t *setTable) addAwaited(ranks []topo.Rank, why string) ([]topo.Rank, strin
 			if len(added) == 0 {
 				continue
 			}
-			by := slices.DeleteFunc(ranksIn(op.waiting), func(r topo.Rank) bool { return !late.Has(uint32(r)) })
+			by := slices.DeleteFunc(ranksIn(op.waiting), func(r topo.Rank) bool {
+				return !late.Has(uint32(r))
+			})
 			why += fmt.Sprintf(", while %s %s, which %s not submitted", waitFor(by),
 				label(op.Kind, op.Name), have(added))
 			late.Or(bitsOf(added))

@@ -110,7 +110,8 @@ func (s *Star) Missing() (ranks []topo.Rank) {
 
 // isMissing reports whether the collective waits for a frame from rank r.
 func (s *Star) isMissing(r topo.Rank) bool {
-	waits := s.pending != broadcast && s.cfg.Rank == 0 && r != 0 || s.pending != gather && s.cfg.Rank != 0 && r == 0
+	waits := s.pending != broadcast && s.cfg.Rank == 0 && r != 0 ||
+		s.pending != gather && s.cfg.Rank != 0 && r == 0
 	return waits && len(s.frames[r]) == 0
 }
 

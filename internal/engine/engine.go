@@ -124,8 +124,9 @@ type Config struct {
 	// If Recorder is not nil, it receives a record of every operation.
 	Recorder watch.Recorder
 	// If OnVerdict is not nil, it is called when the epoch has failed, before any operation ends with the
-	// verdict. If the job stops because ranks have shut down, and ranks fail before all have left, it is called
-	// again for these. The operations end only after it has returned, so it must return within a bounded time.
+	// verdict. If the job stops because ranks have shut down, and ranks fail before all have left, it is
+	// called again for these. The operations end only after it has returned, so it must return within a
+	// bounded time.
 	OnVerdict func(*PeerError)
 	// If OnStallShutdown is not nil, it is called at every rank when the stall inspector ends the job, before
 	// any operation ends with the *StallError. Like OnVerdict, it must return within a bounded time.

@@ -39,8 +39,8 @@ const (
 	MaxFrameSets = 2 * MaxSets
 )
 
-// These are the flags in frames. docs/negotiation.md#frames specifies the frames. A frame does not contain its
-// own length, because the connection transmits the length.
+// These are the flags and types in frames, which docs/negotiation.md#frames specifies. A frame does not
+// contain its own length, because the connection transmits the length.
 const (
 	flagShutdown = 1
 	flagGranted  = 2

@@ -32,8 +32,8 @@ func CutShort(cause error) error {
 	return fmt.Errorf("%w; running operations were aborted because they made no progress", cause)
 }
 
-// StallError reports that the job was shut down because some ranks did not submit or finish a tensor for which
-// the other ranks had waited too long. It matches ErrShutDown.
+// StallError reports that the job was shut down because some ranks did not submit or finish a tensor for
+// which the other ranks had waited too long. It matches ErrShutDown.
 type StallError struct {
 	// Reason names the operation, the tensor, the missing ranks and how long the other ranks have waited.
 	Reason string
