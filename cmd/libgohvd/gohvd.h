@@ -383,6 +383,11 @@ typedef struct hvd_elastic {
 	uint32_t restore; /* 1: first set the state to the commit, because the training has failed */
 	uint32_t missing; /* 1: some rank has not got the state, so that root sends it to the others */
 	int32_t root;
+	/* 1: the ranks that have not got it can also get it from different ranks, by an HVD_ALLTOALL for example: each rank
+	 * sends it to receiver and gets it from source. These are -1 where it sends or gets nothing. */
+	uint32_t pairs;
+	int32_t source;
+	int32_t receiver;
 } hvd_elastic_t;
 
 /* hvd_elastic describes this process in its elastic job. It does not wait. */

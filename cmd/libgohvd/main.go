@@ -592,6 +592,8 @@ func gohvdElastic(into *C.hvd_elastic_t) C.hvd_status_t {
 	into.pending, into.changes = C.uint32_t(p.Pending), C.uint32_t(p.Changes)
 	into.held, into.restore = C.uint32_t(p.Plan.Held), C.uint32_t(truth(p.Plan.Restore))
 	into.missing, into.root = C.uint32_t(truth(p.Plan.Missing)), C.int32_t(p.Plan.Root)
+	into.pairs = C.uint32_t(truth(p.Pairs))
+	into.source, into.receiver = C.int32_t(p.Source), C.int32_t(p.Receiver)
 	return C.HVD_SUCCESS
 }
 

@@ -158,7 +158,7 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 
 // sources returns from which rank each rank gets the state, for Sources.
 func sources(have, lack []int) []int {
-	if len(lack) > len(have) {
+	if len(lack) == 0 || len(lack) > len(have) {
 		return nil
 	}
 	from := make([]int, len(have)+len(lack))
@@ -172,8 +172,9 @@ func sources(have, lack []int) []int {
 }
 
 // Sources returns from which rank each rank gets the state according to the last Plan, or -1 if it has the
-// state. The sources are spread over the ranks that have it. If Sources returns nil, the root must send the
-// state to all ranks, because fewer ranks have it than lack it, or because it is not that of a commit.
+// state. The sources are spread over the ranks that have it, and no rank sends it to two ranks. If Sources
+// returns nil, no rank lacks the state, or the root must send it to all ranks, because fewer ranks have it
+// than lack it, or because it is not that of a commit.
 func (j *Job) Sources() []int { return j.sources }
 
 // Synced tells that all ranks have done what the Plan of Join says. They have the same commit now.

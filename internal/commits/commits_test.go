@@ -129,6 +129,7 @@ func TestSources(t *testing.T) {
 		"one lacks it":  {[]holder{has, has, has, lacks}, []int{-1, -1, -1, 0}},
 		"half lack it":  {[]holder{lacks, has, lacks, has}, []int{1, -1, 3, -1}},
 		"spread":        {[]holder{has, has, has, has, lacks, lacks}, []int{-1, -1, -1, -1, 0, 2}},
+		"all have it":   {[]holder{has, has}, nil},
 		"most lack it":  {[]holder{has, lacks, lacks}, nil},
 		"no commit":     {[]holder{lacks, lacks}, nil},
 		"another state": {[]holder{{granted: 3, loose: true}, has}, nil},

@@ -3,6 +3,7 @@ package library
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -28,14 +29,20 @@ type training struct {
 	rejoins  bool   // the training goes on after the next Shutdown and Init
 }
 
-// Progress is what the program must know of an elastic job. Plan is the result of the last JoinTraining, and
-// Changes that of the last Vote. Both are the same at all ranks, apart from Plan.Held and Plan.Restore.
+// Progress is what the program must know of an elastic job. Plan and the next fields are the result of the
+// last JoinTraining, and Changes is that of the last Vote. They are the same at all ranks, apart from
+// Plan.Held, Plan.Restore, Source and Receiver.
 type Progress struct {
 	Generation uint64         // of which this process is a rank; 0 if the job is not elastic
 	Pending    elastic.Change // how the launcher has changed the ranks since then
 	Removed    bool           // Init has failed because this process is not a rank any more
 	Plan       commits.Plan
-	Changes    elastic.Change
+	// Pairs says that ranks that have the state can send it to those that lack it, each to one, and not only
+	// the root to all (Sources of commits.Job). Source is the rank that sends it to this rank, and Receiver
+	// the one to which this rank sends it, or -1.
+	Pairs            bool
+	Source, Receiver int
+	Changes          elastic.Change
 }
 
 // Outcome is how the training has ended in this process.
@@ -143,7 +150,14 @@ func (l *Library) JoinTraining(loose bool) Handle {
 		return l.train("elastic join", func(t *training, c collectives) error {
 			plan, err := t.commits.Join(context.Background(), c, loose)
 			if err == nil {
-				t.note(func(p *Progress) { p.Plan, p.Changes = plan, 0 })
+				from, me := t.commits.Sources(), c.Rank()
+				t.note(func(p *Progress) {
+					p.Plan, p.Changes = plan, 0
+					p.Pairs, p.Source, p.Receiver = from != nil, -1, slices.Index(from, me)
+					if p.Pairs {
+						p.Source = from[me]
+					}
+				})
 			}
 			return err
 		})

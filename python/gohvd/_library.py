@@ -200,6 +200,9 @@ class Elastic(Structure):
         ("restore", c_uint32),
         ("missing", c_uint32),
         ("root", c_int32),
+        ("pairs", c_uint32),
+        ("source", c_int32),
+        ("receiver", c_int32),
     ]
 
 

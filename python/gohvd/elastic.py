@@ -27,6 +27,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 _engine_ = _engine.engine
+_synced = False
+"""Whether the library knows a commit of a training function of this process. It is not that of the next function."""
 
 
 def _progress() -> _library.Elastic:
@@ -101,9 +103,12 @@ class State:
         """Whether each step of an optimizer is a commit, so that the present state is the last one (run)."""
         self._begin(0, False)
 
-    def _begin(self, root: int, is_commit: bool) -> None:
+    def _begin(self, root: int, is_commit: bool, pair: tuple[int, int] | None = None) -> None:
         self._root = root
         """The rank from which sync gets the state."""
+        self._pair = pair
+        """If not None, sync may get large parts of the state from the first of these ranks, and sends them to the second. A
+        rank that is -1 does not exist."""
         self._voting = False
         """Whether the next vote is about a commit."""
         self._before: Any = None
@@ -303,14 +308,16 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     """Makes the state equal at all ranks. was_rank says that this process has had the state before, and reset_before that
     it has joined the job again. A new process of a job that trains becomes a rank only here.
     """
-    loose = was_rank and state._loose()
+    global _synced
+    loose = state._loose() if was_rank else _synced
     _library.call(_library.waiting.hvd_elastic_join, _library.LOOSE if loose else 0)
     reset_before |= _engine_.find_place()
     e = _progress()
     if e.held == _library.HELD_GRANTED and state._before is not None:
         state._put_back(state._before)
     granted = e.held in (_library.HELD_GRANTED, _library.HELD_SAVED)
-    state._begin(e.root, granted or state._by_steps and state._is_commit)
+    pair = (e.source, e.receiver) if e.pairs else None
+    state._begin(e.root, granted or state._by_steps and state._is_commit, pair)
     if e.restore and not state._by_steps:
         state.restore()
     late_reset = reset_before and not was_rank and e.root != _library.quick.hvd_rank()
@@ -318,6 +325,8 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
         state.on_reset()
     if e.missing or not was_rank:
         _sync(state, undo=state._by_steps and was_rank and e.held == _library.HELD_NOTHING)
+        if pair and state._by_steps:
+            state._sync_values()
         if late_reset or not state._by_steps:
             state.save()
         if late_reset:
@@ -326,7 +335,7 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
     elif state._by_steps:
         state._sync_values()
     _library.call(_library.waiting.hvd_elastic_synced)
-    state._is_commit = True
+    state._is_commit = _synced = True
 
 
 def _sync(state: State, undo: bool) -> None:

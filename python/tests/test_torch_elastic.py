@@ -82,6 +82,23 @@ class Elastic(RanksTest):
         with self.assertRaisesRegex(ValueError, "Adasum"):
             train(hvd.elastic.TorchState(model=model, optimizer=adasum, batch=0))
 
+    def test_sync_in_pairs(self) -> None:
+        """The last rank gets the tensors from the one before it, and no other rank gets or sends any."""
+        if self.size == 1:
+            return
+        state, last = self.state(), self.size - 1
+        state.model(torch.ones(4, 3)).sum().backward()
+        state.optimizer.step()
+        weight = state.model.weight.detach()
+        state.optimizer.state[state.model.weight]["momentum_buffer"].fill_(self.rank + 1.0)
+        sender = last - 1 if self.rank == last else self.rank
+        want = hvd.allgather(weight.unsqueeze(0))[sender]
+        state._begin(0, False, {last - 1: (-1, last), last: (last - 1, -1)}.get(self.rank, (-1, -1)))
+        state.sync()
+        self.equal(weight, want)
+        self.equal(state.optimizer.state[state.model.weight]["momentum_buffer"], torch.full((2, 3), sender + 1.0))
+        self.assertEqual((state.epoch, state.seen), (0, [0]))
+
     def test_failures_are_not_caught(self) -> None:
         @hvd.elastic.run
         def train(state):
@@ -337,7 +354,7 @@ class Elastic(RanksTest):
         hvd_elastic_join. Returns the calls and the error.
         """
         calls: list[str] = []
-        progress = mock.Mock(generation=2, pending=0, changes=0, held=1, restore=0, missing=1, root=0, removed=0)
+        progress = mock.Mock(generation=2, pending=0, changes=0, held=1, restore=0, missing=1, root=0, pairs=0, removed=0)
         state = hvd.elastic.TorchState(epoch=0)
         for name in ("save", "restore", "sync", "on_reset"):
             setattr(state, name, lambda name=name: calls.append(name))

@@ -16,12 +16,27 @@ import torch
 
 from gohvd import _library
 from gohvd.process_sets import ProcessSet, global_process_set
-from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, forget, moved, rank, synchronize
+from gohvd.torch.mpi_ops import (
+    allgather, alltoall_async, broadcast_, broadcast_async_, forget, moved, rank, size, synchronize,
+)  # fmt: skip
 
 try:
     import cloudpickle as _pickler
 except ImportError:
     _pickler = pickle
+
+
+class Route(NamedTuple):
+    """From which ranks the others get tensors: from root, or each rank from the first rank of pair. Then it sends them to the
+    second one. A rank of pair that is -1 does not exist.
+    """
+
+    root: int
+    pair: tuple[int, int] | None = None
+
+    def ends_here(self) -> bool:
+        """Returns whether this rank gets the tensors."""
+        return self.pair[0] >= 0 if self.pair else rank() != self.root
 
 
 def broadcast_parameters(
@@ -33,6 +48,11 @@ def broadcast_parameters(
     must pass the same parameters. They are changed in place, and all are in flight at the same time. Raises ValueError
     if params has another form.
     """
+    send_parameters(params, Route(root_rank))
+
+
+def send_parameters(params: Mapping[str, torch.Tensor | None] | Iterable[Any], route: Route) -> None:
+    """Is broadcast_parameters by any route."""
     named: list[tuple[str | None, Any]]
     if isinstance(params, collections.abc.Mapping):
         named = sorted(params.items())
@@ -46,22 +66,34 @@ def broadcast_parameters(
             raise ValueError(f"invalid params: {name!r} is of type {type(tensor)}, want a tensor")
     # The operations need contiguous tensors. Weights in channels_last order are not contiguous.
     wires = [tensor.detach().contiguous() for _, tensor in named]
-    _broadcast_all(wires, root_rank, [name for name, _ in named])
+    _send_all(wires, route, [name for name, _ in named])
     for (_, tensor), wire in zip(named, wires):
         if tensor.data_ptr() != wire.data_ptr():
             tensor.detach().copy_(wire)
 
 
-def _broadcast_all(tensors: list[torch.Tensor], root_rank: int, names: list[str | None]) -> None:
-    """Overwrites contiguous tensors with their values at rank root_rank. All broadcasts are in flight at the same time. If a
-    broadcast fails, _broadcast_all raises its error and does not wait for the other broadcasts.
+def _send_all(tensors: list[torch.Tensor], route: Route, names: list[str | None]) -> None:
+    """Overwrites contiguous tensors with their values at other ranks. All operations are in flight at the same time. If one
+    fails, _send_all raises its error and does not wait for the others.
     """
     handles: list[int] = []
     try:
         for tensor, name in zip(tensors, names):
-            handles.append(broadcast_async_(moved(tensor), root_rank, name))
-        for handle in handles:
-            synchronize(handle)
+            wire = moved(tensor)
+            if route.pair is None:
+                handles.append(broadcast_async_(wire, route.root, name))
+                continue
+            wire, splits = wire.reshape(-1), [0] * size()
+            if route.pair[1] >= 0:
+                splits[route.pair[1]] = wire.numel()
+            else:
+                wire = wire[:0]
+            handles.append(alltoall_async(wire, splits, name))
+        for tensor, handle in zip(tensors, handles):
+            result = synchronize(handle)
+            if route.pair and route.ends_here():
+                wire = moved(tensor)
+                wire.copy_(result[0].reshape(wire.shape))
     finally:
         for handle in handles:
             forget(handle)
@@ -110,8 +142,6 @@ def _empty(tree: Any) -> list[torch.Tensor]:
     return []
 
 
-# Outside of torch.inference_mode, because the optimizer keeps the tensors that this function makes.
-@torch.inference_mode(False)
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -123,6 +153,13 @@ def broadcast_optimizer_state(
     in it.) As in Horovod, if an optimizer has no state, its missing gradients become zeros, except for parameters with
     sparse gradients, which are found in model. Raises ValueError for LBFGS, which has one state for all parameters.
     """
+    send_optimizer_state(optimizer, Route(root_rank), model)
+
+
+# Outside of torch.inference_mode, because the optimizer keeps the tensors that this function makes.
+@torch.inference_mode(False)
+def send_optimizer_state(optimizer: torch.optim.Optimizer, route: Route, model: torch.nn.Module | None = None) -> None:
+    """Is broadcast_optimizer_state by any route."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     tensors: list[torch.Tensor] = []
@@ -133,11 +170,11 @@ def broadcast_optimizer_state(
             for p in group["params"]:
                 if p.requires_grad and p.grad is None and p not in sparse:
                     p.grad = torch.zeros_like(p)
-    tree = broadcast_object(tree, root_rank, "optimizer_state")
-    at_root = rank() == root_rank
-    wires = [tensor.detach().cpu().contiguous() for tensor in tensors] if at_root else _empty(tree)
-    _broadcast_all(wires, root_rank, [f"optimizer_state.{i}" for i in range(len(wires))])
-    if not at_root:
+    tree = broadcast_object(tree, route.root, "optimizer_state")
+    ends_here = route.ends_here()
+    wires = _empty(tree) if ends_here else [tensor.detach().cpu().contiguous() for tensor in tensors]
+    _send_all(wires, route, [f"optimizer_state.{i}" for i in range(len(wires))])
+    if ends_here:
         with in_place(optimizer):
             optimizer.load_state_dict(_put_in(tree, iter(wires)))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gohvd.elastic import ObjectState, State, is_ours
-from gohvd.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from gohvd.torch.functions import Route, broadcast_object, send_optimizer_state, send_parameters
 from gohvd.torch.mpi_ops import rank
 
 from .sampler import ElasticSampler
@@ -22,8 +22,8 @@ __all__ = [
 class StateHandler:
     """Saves, restores and synchronises a value of a TorchState. A program may define its own (set_handler_registry)."""
 
-    root = 0
-    """The rank from which sync gets the state. Only the handlers of this module use it."""
+    route = Route(0)
+    """From which ranks sync gets the state. Only the handlers of this module use it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -58,7 +58,7 @@ class _ByStateDict(StateHandler):
 
 class ModelStateHandler(_ByStateDict):
     def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=self.root)
+        send_parameters(self.value.state_dict(), self.route)
 
 
 class OptimizerStateHandler(_ByStateDict):
@@ -67,12 +67,12 @@ class OptimizerStateHandler(_ByStateDict):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=self.root)
+        send_optimizer_state(self.value, self.route)
 
 
 class SamplerStateHandler(_ByStateDict):
     def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.root))
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.route.root))
 
 
 _Registry = list[tuple[type, type[StateHandler]]]
@@ -139,14 +139,14 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         for handler in self._handlers.values():
-            handler.root = self._root
+            handler.route = Route(self._root, self._pair)
             handler.sync()
         super().sync()
 
     def _sync_values(self) -> None:
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
-                handler.root = self._root
+                handler.route = Route(self._root)
                 handler.sync()
             elif isinstance(handler, OptimizerStateHandler):  # a scheduler changes the groups after a step
                 groups = handler.value.param_groups
