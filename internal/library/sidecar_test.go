@@ -193,6 +193,16 @@ func TestFailureInSidecar(t *testing.T) {
 	}
 }
 
+// TestSidecarInElasticJob checks that a sidecar does not join an elastic job, and says what to do.
+func TestSidecarInElasticJob(t *testing.T) {
+	l := newLibrary(t, hvdd(t))
+	t.Setenv("HVD_MEMBER", "host:0/1")
+	err := l.Wait(l.Init(InitOptions{Settings: map[string]string{"HVD_SIDECAR": "spawn"}}), Forever, nil)
+	if err == nil || !strings.Contains(err.Error(), "elastic job, which a sidecar cannot join: unset HVD_SIDECAR, or omit") {
+		t.Errorf("got error %v, want one that says that a sidecar cannot join an elastic job", err)
+	}
+}
+
 // TestGateInSidecar opens a gate while another goroutine waits for it and for an operation in a sidecar.
 func TestGateInSidecar(t *testing.T) {
 	path, method := hvdd(t), "file://"+filepath.Join(t.TempDir(), "job")
