@@ -52,6 +52,9 @@ type Job struct {
 	granted, saved []byte
 	// live says that the last commit is a step, so that it is the present state. Then granted is nil.
 	live bool
+	// committed says that the last vote was about a commit. Then granted is the present state if the vote has
+	// ended the training.
+	committed bool
 }
 
 // Run joins the job, as hvd.Init does with opts, and calls train until it returns nil. Before each call, all
@@ -89,7 +92,7 @@ func Run(ctx context.Context, state State, train func(ctx context.Context, job *
 			return err
 		case errors.Is(err, errChanged):
 			err = nil
-			if !j.live {
+			if !j.live && !j.committed {
 				j.granted, err = j.state.Save()
 			}
 			if err == nil {
@@ -265,6 +268,7 @@ func (j *Job) vote(ctx context.Context, about commits.About) (changed, err error
 		return nil, err
 	}
 	changes, err := j.commits.Count(all[0])
+	j.committed = err == nil && about == commits.Commit
 	if changes != 0 {
 		changed = errChanged
 	}

@@ -30,9 +30,13 @@ type training struct {
 	Step, Sum int64
 	Least     int // the smallest number of ranks so far
 	Again     int // steps with more than the smallest number of ranks
+	saves     int64
 }
 
-func (s *training) Save() ([]byte, error) { return json.Marshal(s) }
+func (s *training) Save() ([]byte, error) {
+	s.saves++
+	return json.Marshal(s)
+}
 func (s *training) Restore(data []byte) error {
 	fmt.Println("restored")
 	return json.Unmarshal(data, s)
@@ -53,6 +57,9 @@ func trainElastic(ctx context.Context) error {
 			want += 1 << (8 * at)
 		}
 		fmt.Println("rank", hvd.Rank(), "of", hvd.Size())
+		if s.Step == 0 {
+			s.saves = 0
+		}
 		for s.Again < enough {
 			sum, err := hvd.Allreduce(ctx, []int64{1 << (8 * hvd.LocalRank())}, hvd.Op(hvd.Sum))
 			if err != nil {
@@ -74,6 +81,9 @@ func trainElastic(ctx context.Context) error {
 		return nil
 	})
 	if errors.Is(err, elastic.ErrRemoved) {
+		if s.saves > s.Step { // no rank has died before, and each step was a commit
+			return fmt.Errorf("saved %d times in %d steps", s.saves, s.Step)
+		}
 		fmt.Println("removed")
 		return nil
 	}
