@@ -98,12 +98,10 @@ func trainExactly(ctx context.Context) error {
 	var ends *hvd.ProcessSet
 	err := elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
 		if ends != nil {
-			// While the engine of the earlier generation still ends in the background, its set exists.
-			var usage *hvd.UsageError
-			if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Over(ends)); !errors.As(err, &usage) &&
-				!errors.Is(err, hvd.ErrShutDown) {
-				return fmt.Errorf("process set of an earlier generation: got error %v, want a UsageError or "+
-					"ErrShutDown", err)
+			// While the engine of the earlier generation still ends in the background, its set exists, and
+			// the error is that with which the generation has ended.
+			if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Over(ends)); err == nil {
+				return errors.New("process set of an earlier generation: got no error")
 			}
 		}
 		var err error

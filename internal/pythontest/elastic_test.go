@@ -35,8 +35,12 @@ func elasticJobOf(t *testing.T, interpreter []string, file string, flags []strin
 	program ...string) *exec.Cmd {
 	t.Helper()
 	script := filepath.Join(python(t), "tests", file)
-	return launched(t, slices.Concat(flags, []string{"--blacklist-cooldown-range", "1,1"}, interpreter,
+	cmd := launched(t, slices.Concat(flags, []string{"--blacklist-cooldown-range", "1,1"}, interpreter,
 		[]string{script}, program)...)
+	// On a busy machine the import of torch takes longer than the 30 s after which the first ranks begin
+	// without the others.
+	cmd.Env = append(cmd.Env, "HOROVOD_GLOO_TIMEOUT_SECONDS=600")
+	return cmd
 }
 
 // ends runs an elastic job, which must succeed and whose output must match the patterns, each as often as it

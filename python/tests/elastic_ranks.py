@@ -27,7 +27,7 @@ from gohvd._library import ALLREDUCE
 from gohvd.torch import mpi_ops
 
 FIRST = os.environ["HVD_MEMBER"].endswith("/1")
-LIMIT_SECONDS = 120  # a wait for the launcher fails after this time
+LIMIT_SECONDS = 600  # a wait for the launcher fails after this time
 
 
 def say(*words: object) -> None:
