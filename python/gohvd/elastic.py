@@ -40,12 +40,16 @@ def _progress() -> _library.Elastic:
 
 def _vote(flags: int) -> None:
     """Waits for all ranks."""
-    with _library.new_handle() as handle:
+    handle = _library.Handle()  # new_handle takes longer than the rest of this function
+    try:
         status = _library.waiting.hvd_elastic_vote(flags, _library.SLICE, handle)
         if status == _library.PENDING:
             _library.wait(handle)
-        else:
+        elif status:
             _library.check(status)
+    except BaseException:
+        _library.quick.hvd_release(handle.value)
+        raise
 
 
 class _NotificationManager:
