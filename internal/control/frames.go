@@ -17,6 +17,7 @@ type frames struct {
 	conn transport.Conn
 
 	seq   uint32
+	short bool   // whether the last read returned fewer bytes than there was room for
 	buf   []byte // buf[at:] was received and has not been returned by next
 	at    int
 	err   error // the error with which the connection has ended
@@ -43,12 +44,17 @@ func (f *frames) fill() bool {
 		f.buf = slices.Grow(f.buf, readStep)
 	}
 	n, err := f.conn.TryRead(f.buf[len(f.buf):cap(f.buf)])
+	f.short = n > 0 && n < cap(f.buf)-len(f.buf) && err == nil
 	f.buf = f.buf[:len(f.buf)+n]
 	if err != nil {
 		f.err = Cause(err)
 	}
 	return n > 0 || err != nil
 }
+
+// drained reports whether nothing more has arrived, as far as is known without another read: the last read was
+// short, and next has returned all of its frames.
+func (f *frames) drained() bool { return f.short && f.at == len(f.buf) }
 
 // next returns the oldest complete frame that it has not returned yet. After the last frame it returns the
 // error with which the connection has ended, but only once. A returned frame is valid until the next call of

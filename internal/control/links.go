@@ -168,6 +168,9 @@ func (l *Links) Receive(handle func(ev Event) error) error {
 			if err := handle(ev); err != nil {
 				return err
 			}
+			if f.drained() {
+				break // the next poll finds what arrives from now on
+			}
 		}
 	}
 	return nil

@@ -41,6 +41,9 @@ type conn struct {
 	out  *recordBuffer   // nil if over is sock
 	wg   *sync.WaitGroup // wait group of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on all lanes except Control
+	// ready and round belong to poll (poller.maybe). The goroutine that polls owns them.
+	ready bool
+	round uint64
 	// silence notices that the network drops the packets of the connection. It is nil on the Control lane,
 	// and if there is no limit.
 	silence *dial.Silence
@@ -98,6 +101,9 @@ func (c *conn) TryRead(p []byte) (n int, err error) {
 	defer c.reading.Unlock()
 	if c.sock.canLeave() {
 		c.leaveRuntimePoller()
+	}
+	if c.poll != nil && !c.hasUnread() && c.rerr == nil && !c.poll.maybe(c) {
+		return 0, nil
 	}
 	switch {
 	case c.out == nil:

@@ -3,6 +3,7 @@ package tcp
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -28,12 +29,15 @@ type poller struct {
 	mu     sync.Mutex // held while inner is used
 	closed bool
 	conns  []*conn
-	event  unix.EpollEvent // a field, so that report does not allocate
+	byFD   map[int32]*conn   // conns by their descriptors
+	round  uint64            // number of calls of find
+	found  []unix.EpollEvent // memory for find
+	event  unix.EpollEvent   // a field, so that report does not allocate
 	events [1]unix.EpollEvent
 }
 
 func newPoller() (*poller, error) {
-	p := &poller{inner: -1, outer: -1}
+	p := &poller{inner: -1, outer: -1, byFD: make(map[int32]*conn)}
 	err := func() (err error) {
 		if p.inner, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
 			return os.NewSyscallError("epoll_create1", err)
@@ -67,11 +71,59 @@ func newPoller() (*poller, error) {
 func (p *poller) add(c *conn) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := p.change(unix.EPOLL_CTL_ADD, c); err != nil {
+	fd, err := p.change(unix.EPOLL_CTL_ADD, c)
+	if err != nil {
 		return fmt.Errorf("tcp: poll: %w", err)
 	}
 	p.conns = append(p.conns, c)
+	p.byFD[fd], c.round = c, p.round
 	return nil
+}
+
+const (
+	// findAbove is the number of channels above which one system call that finds those with data costs less
+	// than a read from each.
+	findAbove = 4
+	// maxFound is the maximum number of channels that one call finds.
+	maxFound = 256
+)
+
+// maybe reports whether data or an error may have arrived on c. It is called before each read from c, by the
+// goroutine that polls. If there are many channels, a call for each of them in turn makes only one system call:
+// the first one finds the channels with data, and it is repeated when c is asked for a second time.
+func (p *poller) maybe(c *conn) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || len(p.conns) <= findAbove {
+		return true
+	}
+	if c.round == p.round {
+		p.find()
+	}
+	c.round = p.round
+	ready := c.ready
+	c.ready = false
+	return ready
+}
+
+// find finds the channels with data. The caller holds mu.
+func (p *poller) find() {
+	p.round++
+	if n := min(1+len(p.conns), maxFound); len(p.found) < n {
+		p.found = make([]unix.EpollEvent, n)
+	}
+	n, err := unix.EpollWait(p.inner, p.found, 0)
+	if err != nil || n == len(p.found) { // there may be more
+		for _, c := range p.conns {
+			c.ready = true
+		}
+		return
+	}
+	for _, e := range p.found[:n] {
+		if c := p.byFD[e.Fd]; c != nil {
+			c.ready = true
+		}
+	}
 }
 
 // remove removes the socket of c from the inner instance. There are two reasons to call it: the descriptor
@@ -79,20 +131,24 @@ func (p *poller) add(c *conn) error {
 func (p *poller) remove(c *conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_ = p.change(unix.EPOLL_CTL_DEL, c) // fails only on a closed socket, which the kernel has already removed
+	// This fails only on a closed socket, which the kernel has already removed.
+	_, _ = p.change(unix.EPOLL_CTL_DEL, c)
+	maps.DeleteFunc(p.byFD, func(_ int32, other *conn) bool { return other == c })
 	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 }
 
-// change calls epoll_ctl with the operation op for the socket of c. The caller holds mu.
-func (p *poller) change(op int, c *conn) error {
+// change calls epoll_ctl with the operation op for the socket of c, and returns its descriptor. The caller holds
+// mu.
+func (p *poller) change(op int, c *conn) (fd int32, err error) {
 	if p.closed {
-		return net.ErrClosed
+		return 0, net.ErrClosed
 	}
-	_, err := c.sock.now(func(fd int, _ []byte) (int, error) {
-		event := unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: int32(fd)}
-		return 0, os.NewSyscallError("epoll_ctl", unix.EpollCtl(p.inner, op, fd, &event))
+	_, err = c.sock.now(func(of int, _ []byte) (int, error) {
+		fd = int32(of)
+		event := unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: fd}
+		return 0, os.NewSyscallError("epoll_ctl", unix.EpollCtl(p.inner, op, of, &event))
 	}, nil)
-	return err
+	return fd, err
 }
 
 // notifyParked notifies the polling goroutine if it is parked.
