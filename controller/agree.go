@@ -87,10 +87,12 @@ func (v *requestSet) errorText(format string, args ...any) string {
 
 // differ reports whether same returns false for any request.
 func (v *requestSet) differ(same func(q *message.Request) bool) bool {
-	for i := range v.requests {
-		if q := v.requests[i]; q != nil && !same(q) {
+	var last *message.Request // equal requests share one
+	for _, q := range v.requests {
+		if q != nil && q != last && !same(q) {
 			return true
 		}
+		last = q
 	}
 	return false
 }

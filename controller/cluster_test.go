@@ -252,7 +252,7 @@ func (n *node) relay(of *node, frames int) (moved bool) {
 		}
 		of.ups = of.ups[1:]
 		for i := range parts {
-			n.comb.Relay(&parts[i])
+			n.comb.Relay(of.rank, &parts[i])
 		}
 	}
 	return frames > 0
@@ -286,7 +286,7 @@ func (n *node) passDown(to []topo.Rank, frame []byte) {
 	}
 	for hop, to := range behind {
 		if !hop.dead {
-			hop.downs = append(hop.downs, message.AppendAddressed(nil, to, frame))
+			hop.downs = append(hop.downs, n.c.addressed(hop, to, frame))
 		}
 	}
 }
@@ -304,7 +304,9 @@ func (n *node) distribute() {
 		n.c.tb.Fatalf("leader %d: %v", n.rank, err)
 	}
 	n.comb.Down(to, &d)
-	n.combined()
+	if n.combined(); len(to) == 0 {
+		to = n.c.behind(n.rank)
+	}
 	n.passDown(to, frame)
 }
 
@@ -529,13 +531,35 @@ func (c *cluster) receiveCombined(n *node) {
 		if err := message.DecodeUp(p.Frame, &c.in); err != nil {
 			c.tb.Fatalf("coordinator: frame of ranks %v: %v", p.Ranks, err)
 		}
-		c.watch.relayed(&p, &c.in)
-		for _, r := range p.Ranks {
+		listed := p
+		if p.All {
+			listed.Ranks = c.behind(n.rank)
+		}
+		c.watch.relayed(&listed, &c.in)
+		for _, r := range listed.Ranks {
 			c.watch.arrived(c.nodes[r], &c.in)
 		}
-		c.coord.Relay(n.rank, p.Ranks, p.Held, &c.in)
+		c.coord.Relay(n.rank, &p, &c.in)
 		c.watch.frameReceived()
 	}
+}
+
+// behind returns rank r and all ranks behind it.
+func (c *cluster) behind(r topo.Rank) (ranks []topo.Rank) {
+	for f := range c.cfg.Leaders {
+		if of := topo.Rank(f); of == r || c.cfg.Leaders.Lead(r, of) {
+			ranks = append(ranks, of)
+		}
+	}
+	return ranks
+}
+
+// addressed returns a frame for ranks behind a leader.
+func (c *cluster) addressed(leader *node, to []topo.Rank, frame []byte) []byte {
+	if len(to) == len(c.behind(leader.rank)) {
+		to = nil
+	}
+	return message.AppendAddressed(nil, to, frame)
 }
 
 // decide executes the last part of a turn of the coordinator: it sends the frames that Ready returns, and
@@ -564,7 +588,7 @@ func (c *cluster) decide() bool {
 		}
 		for l, to := range led {
 			if !l.dead {
-				l.downs = append(l.downs, message.AppendAddressed(nil, to, frame))
+				l.downs = append(l.downs, c.addressed(l, to, frame))
 			}
 		}
 	}

@@ -19,17 +19,20 @@ import (
 // frames from rank 0, then Ready. Send the frames that Ready returns to rank 0, or to the leader of this
 // leader, and call Advance. Send a frame from rank 0 to the ranks only after Down.
 type Combiner struct {
-	ranks []ledRank
+	ranks []ledRank // the leader, the ranks behind it, and then the leaders behind it as groups
+	size  int       // number of ranks without groups
 	sets  []*heldSet
 	now   time.Duration
 	due   time.Duration // the time at which held votes or heartbeats must be passed on, or never
 	told  bool          // whether the ranks were sent a verdict
+	brief bool          // whether rank 0 does not need the time of each vote and request
 
 	parts []part          // the parts of the next frame to rank 0, in order
 	next  part            // the ranks and times of votes or requests that are to be added to parts
 	in    message.Up      // the frame that is being applied
-	from  []int           // the ranks that have sent it, as indexes in ranks, in any order
+	from  []int           // the ranks or the group that have sent it, as indexes in ranks, in any order
 	at    []time.Duration // the times at which it has arrived, by element of from
+	times askTimes        // those of a group
 	asks  []int           // the members of a process set that have sent it, as indexes in heldSet.local
 	rest  message.Up      // the content of that frame without the votes that are held
 	frame []byte
@@ -37,16 +40,22 @@ type Combiner struct {
 	ownAt []time.Duration
 
 	// Ready reuses the memory of the fields below.
-	out   []message.Part
-	quiet []topo.Rank
+	out    []message.Part
+	quiet  []topo.Rank
+	sorted []uint64 // ranks and times of a part
 }
 
-// ledRank is the leader or a rank behind it. The first one is the leader.
+// ledRank is the leader or a rank behind it. The first one is the leader. It is also a group: a leader with a
+// connection to this leader together with the ranks behind it. What all ranks of a group have made is held for
+// the group, so that the cost does not depend on the number of its ranks.
 type ledRank struct {
 	rank     topo.Rank
+	members  []int         // of a group: its ranks, as indexes in ascending order
+	group    int           // the index of the rank's group, or 0
 	direct   bool          // whether the rank has a connection to the leader
 	seen     uint64        // the last cycle that the rank had applied when it sent its last frame
 	part     int           // the index in parts of the rank's last part, or -1
+	inner    int           // of a group: the greatest part of its ranks
 	beat     bool          // whether a heartbeat of the rank waits to be passed on
 	bye      bool          // whether the rank has sent bye
 	closed   bool          // whether the rank was closed or its connection has ended
@@ -57,6 +66,8 @@ type ledRank struct {
 type part struct {
 	ranks []int           // indexes in Combiner.ranks
 	at    []time.Duration // the time at which the frame, or the votes and requests, of each rank arrived
+	times []askTimes      // those of the groups among ranks
+	count int             // number of ranks, with those in groups
 	frame []byte
 	// If asks is set, the part has the votes hits and the requests.
 	asks     bool
@@ -69,10 +80,15 @@ type part struct {
 // heldSet is a process set with members behind the leader, and the votes and requests that the leader holds.
 type heldSet struct {
 	Set
-	local  []int          // the members among Combiner.ranks, as indexes
-	votes  []message.Bits // the held votes, by element of local
-	joined bool           // whether one of these members has joined
-	bits   []heldBit
+	// local are the members among Combiner.ranks, as indexes: first the ranks, then the groups, if all ranks
+	// behind the leader are members. size is the number of ranks in it. alone are the positions of groups and of
+	// ranks that are in no group, and every all positions.
+	local        []int
+	size         int
+	alone, every []int
+	votes        []message.Bits // the held votes, by element of local
+	joined       bool           // whether one of these members has joined
+	bits         []heldBit
 	// requests are the names that members have requested in full, in the order of their first requests.
 	// byName has the same, without names that all members have requested.
 	requests []*heldRequest
@@ -92,22 +108,40 @@ type erasure struct {
 }
 
 type heldBit struct {
-	name  string          // the name of the last entry of the bit
-	count int             // number of held votes
-	at    []time.Duration // the times at which they arrived, by element of heldSet.local
+	name string // the name of the last entry of the bit
+	held
 	// open says that votes are not held until the next grant of the bit, because some were passed on already.
 	open bool
+}
+
+// held has the times of held votes or requests for a tensor.
+type held struct {
+	count   int             // number of ranks whose votes or requests are held
+	grouped int             // number of those of ranks in groups that are not held for the group
+	at      []time.Duration // the times at which they arrived, by element of heldSet.local
+	times   []askTimes      // those of groups, by element of heldSet.local after the ranks
+}
+
+func (s *heldSet) newHeld() held {
+	return held{at: make([]time.Duration, len(s.local)), times: make([]askTimes, len(s.local)-s.size)}
+}
+
+// holders returns the positions in local of ranks and groups for which something may be held.
+func (s *heldSet) holders(h *held) []int {
+	if h.grouped > 0 {
+		return s.every
+	}
+	return s.alone
 }
 
 // heldRequest is a name that members of a process set have requested in full.
 type heldRequest struct {
 	// made are the held requests, by element of heldSet.local, nil if there is none. Equal requests that have
 	// arrived in one frame share one.
-	made  []*message.Request
-	count int             // number of held requests
-	at    []time.Duration // the times at which they arrived
-	open  bool            // as in heldBit, until the name is granted
-	done  bool            // whether the name is no longer in byName
+	made []*message.Request
+	held
+	open bool // as in heldBit, until the name is granted
+	done bool // whether the name is no longer in byName
 }
 
 // NewCombiner returns the Combiner of a leader for an epoch that begins at the time now. It returns nil if no
@@ -123,6 +157,22 @@ func NewCombiner(leader topo.Rank, leaders topo.Leaders, sets []Set, now time.Du
 	if len(c.ranks) == 1 {
 		return nil
 	}
+	c.size = len(c.ranks)
+	groups := make(map[topo.Rank]int)
+	for i := range c.size {
+		hop := leaders.Hop(leader, c.ranks[i].rank)
+		if hop == leader || hop == c.ranks[i].rank {
+			continue
+		}
+		if groups[hop] == 0 {
+			groups[hop] = len(c.ranks)
+			first := c.index(hop)
+			c.ranks = append(c.ranks, ledRank{rank: hop, members: []int{first}, part: -1, inner: -1})
+			c.ranks[first].group = groups[hop]
+		}
+		c.ranks[i].group = groups[hop]
+		c.ranks[groups[hop]].members = append(c.ranks[groups[hop]].members, i)
+	}
 	for _, s := range sets {
 		c.addSet(s)
 	}
@@ -131,9 +181,21 @@ func NewCombiner(leader topo.Rank, leaders topo.Leaders, sets []Set, now time.Du
 
 func (c *Combiner) addSet(s Set) {
 	h := &heldSet{Set: s, byName: make(map[string]*heldRequest)}
-	for i := range c.ranks {
+	for i := range c.size {
 		if s.index(c.ranks[i].rank) >= 0 {
 			h.local = append(h.local, i)
+		}
+	}
+	h.size = len(h.local)
+	if h.size == c.size {
+		for i := c.size; i < len(c.ranks); i++ {
+			h.local = append(h.local, i)
+		}
+	}
+	for m, i := range h.local {
+		h.every = append(h.every, m)
+		if h.size < c.size || c.ranks[i].group == 0 {
+			h.alone = append(h.alone, m)
 		}
 	}
 	if len(h.local) > 0 {
@@ -152,21 +214,67 @@ func (c *Combiner) Up(from topo.Rank, frame []byte) {
 }
 
 // Relay applies a part of a combined frame. A leader behind this leader has sent it, and leads its ranks.
-func (c *Combiner) Relay(p *message.Part) {
+func (c *Combiner) Relay(leader topo.Rank, p *message.Part) {
 	c.from, c.at = c.from[:0], c.at[:0]
-	for j, r := range p.Ranks {
-		c.from = append(c.from, c.index(r))
-		c.at = append(c.at, max(0, c.now-time.Duration(p.Held[j])*time.Microsecond))
+	if !p.All {
+		for j, r := range p.Ranks {
+			c.from, c.at = append(c.from, c.index(r)), append(c.at, c.arrival(p.Held[j]))
+		}
+		c.apply(p.Frame)
+		return
 	}
+	group := c.ranks[c.index(leader)].group
+	if group == 0 {
+		c.Fault(leader, "protocol error: got a frame of all ranks behind it, but it leads no rank")
+		return
+	}
+	c.times = askTimes{first: c.arrival(p.First), latest: c.arrival(p.Held[0]), latestBy: p.Ranks[0],
+		second: c.arrival(p.Held[1]), secondBy: p.Ranks[1]}
+	c.from, c.at = append(c.from, group), append(c.at, c.times.first)
 	c.apply(p.Frame)
+}
+
+// of returns the time of rank r. Only those of the last two ranks are known, and the others count as the first.
+func (t *askTimes) of(r topo.Rank) time.Duration {
+	switch r {
+	case t.latestBy:
+		return t.latest
+	case t.secondBy:
+		return t.second
+	}
+	return t.first
+}
+
+// isGroup reports whether a group has sent the current frame.
+func (c *Combiner) isGroup() bool { return len(c.from) > 0 && c.ranks[c.from[0]].members != nil }
+
+// ungroup replaces a group in from by its ranks.
+func (c *Combiner) ungroup() {
+	if !c.isGroup() {
+		return
+	}
+	members := c.ranks[c.from[0]].members
+	c.from, c.at = c.from[:0], c.at[:0]
+	for _, i := range members {
+		c.from, c.at = append(c.from, i), append(c.at, c.times.of(c.ranks[i].rank))
+	}
+}
+
+// arrival returns the time at which a frame arrived at the leader that has held it for so many microseconds.
+func (c *Combiner) arrival(held uint32) time.Duration {
+	return max(0, c.now-time.Duration(held)*time.Microsecond)
 }
 
 // apply applies a frame of the ranks c.from. It may stand for frames of several ranks, some of which have
 // applied later cycles than the frame says.
 func (c *Combiner) apply(frame []byte) {
 	if message.IsProbe(frame) || message.DecodeUp(frame, &c.in) != nil {
+		c.ungroup()
 		c.pass(frame)
 		return
+	}
+	if c.isGroup() && !c.holdsGroup() {
+		c.ungroup()
 	}
 	for _, i := range c.from {
 		k := &c.ranks[i]
@@ -194,11 +302,30 @@ func (c *Combiner) apply(frame []byte) {
 	}
 }
 
+// holdsGroup reports whether the frame may be held for a group: it has nothing but votes and requests in sets
+// with all ranks behind the leader.
+func (c *Combiner) holdsGroup() bool {
+	if c.in.Type != message.UpNews || c.in.Shutdown {
+		return false
+	}
+	for j := range c.in.Sets {
+		u := &c.in.Sets[j]
+		s := c.members(u.Set)
+		if s == nil || s.joined || u.Invalid.Any() || u.Done > 0 || uint32(len(u.Hits)) > (s.bound+63)/64 ||
+			slices.ContainsFunc(u.Requests, func(q message.Request) bool {
+				return q.Kind == message.Join || q.MembersOnly
+			}) {
+			return false
+		}
+	}
+	return true
+}
+
 func (c *Combiner) index(r topo.Rank) int {
 	if r == c.ranks[0].rank {
 		return 0
 	}
-	i, found := slices.BinarySearchFunc(c.ranks[1:], r, func(k ledRank, r topo.Rank) int {
+	i, found := slices.BinarySearchFunc(c.ranks[1:c.size], r, func(k ledRank, r topo.Rank) int {
 		return int(k.rank - r)
 	})
 	if !found {
@@ -310,8 +437,7 @@ func (c *Combiner) openErased(s *heldSet, bit uint32, seen uint64) {
 func (s *heldSet) request(name string) *heldRequest {
 	h := s.byName[name]
 	if h == nil {
-		h = &heldRequest{made: make([]*message.Request, len(s.local)),
-			at: make([]time.Duration, len(s.local))}
+		h = &heldRequest{made: make([]*message.Request, len(s.local)), held: s.newHeld()}
 		s.requests, s.byName[name] = append(s.requests, h), h
 	}
 	return h
@@ -335,7 +461,7 @@ func (c *Combiner) releaseBit(s *heldSet, bit uint32) {
 
 func (s *heldSet) bit(bit uint32) *heldBit {
 	for len(s.bits) <= int(bit) {
-		s.bits = append(s.bits, heldBit{at: make([]time.Duration, len(s.local))})
+		s.bits = append(s.bits, heldBit{held: s.newHeld()})
 	}
 	return &s.bits[bit]
 }
@@ -372,6 +498,17 @@ func (c *Combiner) hold() {
 // vote holds a vote of the member m, which has arrived at the given time, or passes it on.
 func (c *Combiner) vote(s *heldSet, m int, bit uint32, at time.Duration) {
 	b := s.bit(bit)
+	voted := func(m int) bool { return s.votes[m].Has(bit) }
+	if members := c.apart(s, &b.held, m, voted); members != nil {
+		for _, m := range members {
+			c.vote(s, m, bit, c.times.of(c.ranks[m].rank))
+		}
+		return
+	}
+	c.split(s, &b.held, m, voted, func(group, m int) {
+		s.votes[group].Clear(bit)
+		s.votes[m].Set(bit)
+	})
 	// A vote that may be for an erased entry is passed on alone, with the cycle that its sender had applied.
 	// So is a second vote of a rank for the same entry, so that rank 0 finds the rank at fault.
 	if c.in.Seen < s.erased || s.votes[m].Has(bit) {
@@ -380,10 +517,9 @@ func (c *Combiner) vote(s *heldSet, m int, bit uint32, at time.Duration) {
 		c.openErased(s, bit, c.in.Seen)
 	}
 	s.votes[m].Set(bit)
-	b.at[m] = at
-	b.count++
+	c.add(s, &b.held, m, at)
 	b.open = b.open || s.joined // a member that has joined will not vote
-	if b.open || b.count == len(s.local) {
+	if b.open || b.count == s.size {
 		c.send(s, bit)
 		return
 	}
@@ -393,11 +529,19 @@ func (c *Combiner) vote(s *heldSet, m int, bit uint32, at time.Duration) {
 // request holds a request of the member m, which has arrived at the given time, or passes it on.
 func (c *Combiner) request(s *heldSet, m int, q *message.Request, at time.Duration) {
 	h := s.request(q.Name)
+	made := func(m int) bool { return h.made[m] != nil }
+	if members := c.apart(s, &h.held, m, made); members != nil {
+		for _, m := range members {
+			c.request(s, m, q, c.times.of(c.ranks[m].rank))
+		}
+		return
+	}
+	c.split(s, &h.held, m, made, func(group, m int) { h.made[m] = h.made[group] })
 	if h.made[m] != nil {
 		c.releaseRequest(s, h) // rank 0 finds the rank, which has made the request twice, at fault
 	}
-	h.made[m], h.at[m] = q, at
-	h.count++
+	h.made[m] = q
+	c.add(s, &h.held, m, at)
 	h.open = h.open || s.joined
 	switch {
 	case h.open:
@@ -413,10 +557,10 @@ func (c *Combiner) request(s *heldSet, m int, q *message.Request, at time.Durati
 // askers returns how many of the members behind the leader make the request q.
 func (c *Combiner) askers(s *heldSet, q *message.Request) int {
 	if !q.MembersOnly {
-		return len(s.local)
+		return s.size
 	}
 	n := 0
-	for _, i := range s.local {
+	for _, i := range s.local[:s.size] {
 		if _, found := slices.BinarySearch(q.Ranks, c.ranks[i].rank); found {
 			n++
 		}
@@ -424,49 +568,129 @@ func (c *Combiner) askers(s *heldSet, q *message.Request) int {
 	return n
 }
 
+// apart returns the ranks of a group, if m is one, something is held for ranks of groups, and the vote or
+// request of the group cannot be held as one, because a rank of it has made the same before. The result is also
+// the list of their positions in s.local. Otherwise apart returns nil.
+func (c *Combiner) apart(s *heldSet, h *held, m int, has func(m int) bool) []int {
+	members := c.ranks[s.local[m]].members
+	if h.grouped > 0 && slices.ContainsFunc(members, has) {
+		return members
+	}
+	return nil
+}
+
+// split is called before something is held for the rank m. If the same is held for the whole group of m, which
+// is a fault of the rank, split holds it for each rank of the group instead.
+func (c *Combiner) split(s *heldSet, h *held, m int, has func(m int) bool, move func(group, m int)) {
+	group := c.ranks[s.local[m]].group
+	if len(s.local) == s.size || group == 0 || !has(group) {
+		return
+	}
+	for _, m := range c.ranks[group].members {
+		move(group, m)
+		h.at[m] = h.times[group-s.size].of(c.ranks[m].rank)
+		h.grouped++
+	}
+}
+
+// add records that a vote or a request of m, which has arrived at the given time, is held.
+func (c *Combiner) add(s *heldSet, h *held, m int, at time.Duration) {
+	k := &c.ranks[s.local[m]]
+	h.at[m] = at
+	switch {
+	case k.members != nil:
+		h.times[m-s.size] = c.times
+		h.count += len(k.members)
+		return
+	case k.group != 0:
+		h.grouped++
+	}
+	h.count++
+}
+
 // sendRequests passes on the held requests for a name. Equal requests share a part.
 func (c *Combiner) sendRequests(s *heldSet, h *heldRequest) {
-	for first := range h.made {
+	holders := s.holders(&h.held)
+	for i, first := range holders {
 		q := h.made[first]
 		if q == nil {
 			continue
 		}
 		c.beginAsk(s)
-		for m := first; m < len(h.made); m++ {
+		for _, m := range holders[i:] {
 			if other := h.made[m]; other == q || other != nil && other.Equal(q) {
-				c.addAsk(s, m, h.at[m])
+				c.addAsk(s, m, &h.held)
 				h.made[m] = nil
 			}
 		}
 		x := c.asked()
 		x.requests = append(x.requests, *q)
 	}
-	h.count = 0
+	h.count, h.grouped = 0, 0
 }
 
 // send passes on the held votes for a bit.
 func (c *Combiner) send(s *heldSet, bit uint32) {
 	c.beginAsk(s)
-	for m := range s.local {
+	b := &s.bits[bit]
+	for _, m := range s.holders(&b.held) {
 		if s.votes[m].Has(bit) {
 			s.votes[m].Clear(bit)
-			c.addAsk(s, m, s.bits[bit].at[m])
+			c.addAsk(s, m, &b.held)
 		}
 	}
-	s.bits[bit].count = 0
+	b.count, b.grouped = 0, 0
 	c.asked().hits.Set(bit)
 }
 
 // beginAsk begins to collect the ranks for a part with votes and requests in next.
 func (c *Combiner) beginAsk(s *heldSet) {
 	p := &c.next
-	p.asks, p.set, p.seen, p.ranks, p.at = true, s.ID, 1<<64-1, p.ranks[:0], p.at[:0]
+	*p = part{asks: true, set: s.ID, seen: 1<<64 - 1, ranks: p.ranks[:0], at: p.at[:0], times: p.times[:0]}
 }
 
-// addAsk adds a member, whose vote or request has arrived at the given time, to next.
-func (c *Combiner) addAsk(s *heldSet, m int, at time.Duration) {
+// addAsk adds a member or a group whose vote or request is held in h to next.
+func (c *Combiner) addAsk(s *heldSet, m int, h *held) {
 	i, p := s.local[m], &c.next
-	p.ranks, p.at, p.seen = append(p.ranks, i), append(p.at, at), min(p.seen, c.ranks[i].seen)
+	p.ranks, p.at, p.seen = append(p.ranks, i), append(p.at, h.at[m]), min(p.seen, c.seen(i))
+	if k := &c.ranks[i]; k.members != nil {
+		p.times = append(p.times, h.times[m-s.size])
+		p.count += len(k.members)
+	} else {
+		p.count++
+	}
+}
+
+// seen returns the last cycle that the rank or all ranks of the group i had applied when they sent their last
+// frame.
+func (c *Combiner) seen(i int) uint64 {
+	k := &c.ranks[i]
+	if k.group != 0 {
+		return max(k.seen, c.ranks[k.group].seen)
+	}
+	return k.seen
+}
+
+// lastPart returns the index in parts of the last part with the rank or with a rank of the group i, or -1.
+func (c *Combiner) lastPart(i int) int {
+	k := &c.ranks[i]
+	switch {
+	case k.members != nil:
+		return max(k.part, k.inner)
+	case k.group != 0:
+		return max(k.part, c.ranks[k.group].part)
+	}
+	return k.part
+}
+
+// setPart records that a part has the rank or the group i.
+func (c *Combiner) setPart(i, part int) {
+	k := &c.ranks[i]
+	k.part = part
+	if k.group != 0 {
+		g := &c.ranks[k.group]
+		g.inner = max(g.inner, part)
+	}
 }
 
 // asked returns the part for the ranks in next. Votes and requests of the same ranks that arrived at the same
@@ -475,23 +699,24 @@ func (c *Combiner) asked() *part {
 	p := &c.next
 	for i := range c.parts {
 		if x := &c.parts[i]; x.sameAsks(p) && !slices.ContainsFunc(x.ranks, func(r int) bool {
-			return c.ranks[r].part != i
+			return c.lastPart(r) != i
 		}) {
 			return x
 		}
 	}
 	x := c.newPart()
 	x.asks, x.set, x.seen = true, p.set, p.seen
-	x.ranks, x.at = append(x.ranks, p.ranks...), append(x.at, p.at...)
+	x.ranks, x.at, x.times = append(x.ranks, p.ranks...), append(x.at, p.at...), append(x.times, p.times...)
+	x.count = p.count
 	for _, i := range x.ranks {
-		c.ranks[i].part = len(c.parts) - 1
+		c.setPart(i, len(c.parts)-1)
 	}
 	return x
 }
 
 func (x *part) sameAsks(p *part) bool {
 	return x.asks && x.set == p.set && x.seen == p.seen && slices.Equal(x.ranks, p.ranks) &&
-		slices.Equal(x.at, p.at)
+		slices.Equal(x.at, p.at) && slices.Equal(x.times, p.times)
 }
 
 // newPart appends an empty part. It reuses the memory of an earlier part if there is one.
@@ -499,7 +724,8 @@ func (c *Combiner) newPart() *part {
 	x := extend(&c.parts)
 	x.hits.Reset()
 	clear(x.requests)
-	*x = part{ranks: x.ranks[:0], at: x.at[:0], frame: x.frame[:0], hits: x.hits, requests: x.requests[:0]}
+	*x = part{ranks: x.ranks[:0], at: x.at[:0], times: x.times[:0], frame: x.frame[:0], hits: x.hits,
+		requests: x.requests[:0]}
 	return x
 }
 
@@ -513,12 +739,12 @@ func extend[T any](s *[]T) *T {
 	return &(*s)[len(*s)-1]
 }
 
-// pass passes on a frame of the ranks c.from. If other ranks have sent the same frame in this turn, and later
+// pass passes on a frame of the ranks c.from, not of a group. If other ranks have sent the same frame in this turn, and later
 // frames of none of the ranks were passed on, they share a part.
 func (c *Combiner) pass(frame []byte) {
 	first := 0
 	for _, i := range c.from {
-		first = max(first, c.ranks[i].part+1)
+		first = max(first, c.lastPart(i)+1)
 	}
 	at := slices.IndexFunc(c.parts[first:], func(x part) bool {
 		return !x.asks && bytes.Equal(x.frame, frame)
@@ -532,7 +758,7 @@ func (c *Combiner) pass(frame []byte) {
 	}
 	x := &c.parts[at]
 	for j, i := range c.from {
-		c.ranks[i].part = at
+		c.setPart(i, at)
 		x.ranks, x.at = append(x.ranks, i), append(x.at, c.at[j])
 	}
 }
@@ -583,21 +809,31 @@ func (c *Combiner) Fault(r topo.Rank, reason string) {
 
 // leads reports whether a rank behind the leader has not sent bye.
 func (c *Combiner) leads() bool {
-	return slices.ContainsFunc(c.ranks[1:], func(k ledRank) bool { return !k.bye && !k.closed })
+	return slices.ContainsFunc(c.ranks[1:c.size], func(k ledRank) bool { return !k.bye && !k.closed })
 }
 
-// Down applies a frame from rank 0, which the caller then sends to the given ranks.
+// Down applies a frame from rank 0, which the caller then sends to the given ranks, or to the leader and all
+// ranks behind it if none are given.
 func (c *Combiner) Down(to []topo.Rank, d *message.Down) {
+	sent := func(k *ledRank) {
+		k.lastSent = c.now
+		k.closed = k.closed || d.Type == message.DownClose
+	}
 	for _, r := range to {
 		if i := c.index(r); i >= 0 {
-			c.ranks[i].lastSent = c.now
-			c.ranks[i].closed = c.ranks[i].closed || d.Type == message.DownClose
+			sent(&c.ranks[i])
+		}
+	}
+	if len(to) == 0 {
+		for i := range c.size {
+			sent(&c.ranks[i])
 		}
 	}
 	c.told = c.told || d.Type == message.DownFail
 	if d.Type != message.DownCycle {
 		return
 	}
+	c.brief = d.Brief
 	for i := range d.Sets {
 		ds := &d.Sets[i]
 		s := c.set(ds.Set)
@@ -673,7 +909,7 @@ func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
 func (c *Combiner) erase(s *heldSet, bit uint32) {
 	s.erased = s.cycle
 	s.erasures = slices.DeleteFunc(s.erasures, func(e erasure) bool {
-		return !slices.ContainsFunc(s.local, func(i int) bool { return c.ranks[i].seen < e.cycle })
+		return !slices.ContainsFunc(s.local, func(i int) bool { return c.seen(i) < e.cycle })
 	})
 	b := s.bit(bit)
 	s.erasures = append(s.erasures, erasure{bit, s.cycle, b.name})
@@ -701,7 +937,7 @@ func (c *Combiner) Ready() (parts []message.Part, quiet []topo.Rank) {
 		c.expire()
 	}
 	if expired || len(c.parts) > 0 {
-		for i := range c.ranks {
+		for i := range c.size {
 			c.passBeat(i)
 		}
 	}
@@ -710,7 +946,7 @@ func (c *Combiner) Ready() (parts []message.Part, quiet []topo.Rank) {
 		c.encode(&c.parts[i], extend(&c.out))
 	}
 	c.quiet = c.quiet[:0]
-	for i := range c.ranks {
+	for i := range c.size {
 		if k := &c.ranks[i]; k.direct && !k.closed && !c.told && c.now-k.lastSent >= heartbeatPeriod {
 			k.lastSent = c.now
 			c.quiet = append(c.quiet, k.rank)
@@ -728,7 +964,7 @@ func (c *Combiner) expire() {
 				continue
 			}
 			oldest := Never
-			for m := range s.local {
+			for _, m := range s.holders(&s.bits[bit].held) {
 				if s.votes[m].Has(uint32(bit)) {
 					oldest = min(oldest, s.bits[bit].at[m])
 				}
@@ -751,7 +987,7 @@ func (c *Combiner) expireRequest(s *heldSet, h *heldRequest) {
 		return
 	}
 	oldest := Never
-	for m := range h.made {
+	for _, m := range s.holders(&h.held) {
 		if h.made[m] != nil {
 			oldest = min(oldest, h.at[m])
 		}
@@ -774,17 +1010,56 @@ func (c *Combiner) encode(x *part, p *message.Part) {
 		x.frame = c.appendUp(x.frame[:0], &c.rest)
 	}
 	p.Ranks, p.Held, p.Frame = p.Ranks[:0], p.Held[:0], x.frame
-	for j, i := range x.ranks {
-		p.Ranks = append(p.Ranks, c.ranks[i].rank)
-		p.Held = append(p.Held, uint32(min((c.now-x.at[j])/time.Microsecond, 1<<32-1)))
+	groups := x.times
+	if p.All, p.First = x.asks && c.brief && x.count == c.size, 0; p.All {
+		var times askTimes
+		for j, i := range x.ranks {
+			if c.ranks[i].members == nil {
+				times.add(c.ranks[i].rank, x.at[j])
+				continue
+			}
+			times.add(groups[0].latestBy, groups[0].latest)
+			times.add(groups[0].secondBy, groups[0].second)
+			times.first, groups = min(times.first, groups[0].first), groups[1:]
+		}
+		p.First = c.heldFor(times.first)
+		p.Ranks = append(p.Ranks, times.latestBy, times.secondBy)
+		p.Held = append(p.Held, c.heldFor(times.latest), c.heldFor(times.second))
+		return
 	}
+	for j, i := range x.ranks {
+		if c.ranks[i].members == nil {
+			p.Ranks, p.Held = append(p.Ranks, c.ranks[i].rank), append(p.Held, c.heldFor(x.at[j]))
+			continue
+		}
+		for _, i := range c.ranks[i].members {
+			r := c.ranks[i].rank
+			p.Ranks, p.Held = append(p.Ranks, r), append(p.Held, c.heldFor(groups[0].of(r)))
+		}
+		groups = groups[1:]
+	}
+	if len(x.times) > 0 { // sort the ranks
+		c.sorted = c.sorted[:0]
+		for j, r := range p.Ranks {
+			c.sorted = append(c.sorted, uint64(r)<<32|uint64(p.Held[j]))
+		}
+		slices.Sort(c.sorted)
+		for j, both := range c.sorted {
+			p.Ranks[j], p.Held[j] = topo.Rank(both>>32), uint32(both)
+		}
+	}
+}
+
+// heldFor returns the time in microseconds for which a frame has been held that arrived at the given time.
+func (c *Combiner) heldFor(at time.Duration) uint32 {
+	return uint32(min((c.now-at)/time.Microsecond, 1<<32-1))
 }
 
 // Advance drops what the last Ready has returned.
 func (c *Combiner) Advance() {
 	c.parts = c.parts[:0]
 	for i := range c.ranks {
-		c.ranks[i].part = -1
+		c.ranks[i].part, c.ranks[i].inner = -1, -1
 	}
 	for _, s := range c.sets {
 		s.requests = slices.DeleteFunc(s.requests, func(h *heldRequest) bool { return h.done })
@@ -795,7 +1070,7 @@ func (c *Combiner) Advance() {
 // has found a verdict itself. It returns none if they were sent a verdict before.
 func (c *Combiner) Fail() []topo.Rank {
 	c.quiet = c.quiet[:0]
-	for i := range c.ranks {
+	for i := range c.size {
 		if k := &c.ranks[i]; i > 0 && !k.closed && !c.told {
 			c.quiet = append(c.quiet, k.rank)
 		}
@@ -807,7 +1082,7 @@ func (c *Combiner) Fail() []topo.Rank {
 // Next returns the time by which Tick and Ready must be called again, even if nothing arrives before.
 func (c *Combiner) Next() time.Duration {
 	next := c.due
-	for i := range c.ranks {
+	for i := range c.size {
 		if k := &c.ranks[i]; k.direct && !k.closed && !c.told {
 			next = min(next, k.lastSent+heartbeatPeriod)
 		}

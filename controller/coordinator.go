@@ -51,6 +51,8 @@ type CoordinatorConfig struct {
 type Outgoing struct {
 	To   []topo.Rank
 	Down *message.Down
+	// shared is set if To belongs to a process set.
+	shared bool
 }
 
 type coordinatorState uint8
@@ -101,7 +103,8 @@ type Coordinator struct {
 	events, oldEvents []Event
 	stallReports      uint64
 
-	group responsecache.Members // memory for relayVotes
+	group  responsecache.Members // memory for relayVotes
+	listed message.Part          // memory for each
 
 	// decide reuses the memory of the fields below.
 	decision message.Down // the decisions about all sets
@@ -133,12 +136,13 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 		if c.ranks.leaders.Of(topo.Rank(r)) == topo.Rank(r) {
 			c.ranks.direct = append(c.ranks.direct, topo.Rank(r))
 		}
-		c.ranks.all[r].lastReceived, c.ranks.all[r].lastSent = now, now
+		c.ranks.all[r].received, c.ranks.all[r].lastSent = now, now
 		c.ranks.eachKeeper(topo.Rank(r), func(keeper topo.Rank) {
 			c.ranks.all[keeper].open++
 			c.ranks.all[keeper].active++
 		})
 	}
+	c.ranks.setGroups()
 	return c
 }
 
@@ -169,8 +173,13 @@ func (c *Coordinator) takeTuning() *message.Tuning {
 func (c *Coordinator) Tick(now time.Duration) {
 	if g := gap(c.now, now); g > 0 {
 		for r := range c.ranks.all {
-			c.ranks.all[r].lastReceived += g
+			c.ranks.all[r].received += g
 			c.ranks.all[r].executing.since += g
+		}
+		for _, r := range c.ranks.direct {
+			if led := c.ranks.all[r].group; led != nil {
+				led.lastReceived += g
+			}
 		}
 		for _, s := range c.sets.sets {
 			s.shiftWaits(g)
@@ -219,7 +228,7 @@ func (t *roster) nextSilent(d time.Duration) time.Duration {
 	next := Never
 	for i := range t.all {
 		if t.needs(topo.Rank(i)) {
-			next = min(next, t.all[i].lastReceived+d)
+			next = min(next, t.lastReceived(topo.Rank(i))+d)
 		}
 	}
 	return next
@@ -228,7 +237,7 @@ func (t *roster) nextSilent(d time.Duration) time.Duration {
 // silent returns the ranks that the job needs and that have sent nothing for the duration d.
 func (t *roster) silent(d time.Duration) (ranks []topo.Rank) {
 	for i := range t.all {
-		if r := topo.Rank(i); t.heard(r)-t.all[r].lastReceived >= d && t.needs(r) {
+		if r := topo.Rank(i); t.heard(r)-t.lastReceived(r) >= d && t.needs(r) {
 			ranks = append(ranks, r)
 		}
 	}
@@ -281,9 +290,9 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 		overtaken = true
 		latest++ // the rank may have repeated a decision in a cycle that rank 0 has not ended yet
 	}
-	if up.Seen < k.seen && !overtaken || up.Seen > latest {
+	if up.Seen < c.ranks.seen(from) && !overtaken || up.Seen > latest {
 		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want a cycle from %d to %d",
-			up.Seen, k.seen, latest))
+			up.Seen, c.ranks.seen(from), latest))
 		return
 	}
 	c.ranks.received(from, up.Seen)
@@ -398,10 +407,10 @@ func (t *setTable) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
 // forget drops erased cache entries and removed sets that no frame in flight can refer to anymore, if ranks
 // have acknowledged cycles in this turn.
 func (c *Coordinator) forget() {
-	if !c.ranks.acknowledged {
+	if !c.ranks.acked {
 		return
 	}
-	c.ranks.acknowledged = false
+	c.ranks.acked = false
 	for _, s := range c.sets.sets {
 		if s.cache.Remembered() > 0 {
 			s.cache.Forget(c.leastSeen(s.Ranks))
@@ -418,7 +427,7 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	least := c.cycle
 	for _, r := range ranks {
 		if k := &c.ranks.all[r]; k.stop == 0 {
-			least = min(least, k.seen)
+			least = min(least, c.ranks.seen(r))
 		}
 	}
 	return least
@@ -538,7 +547,7 @@ func (t *roster) gone(ranks []topo.Rank) []topo.Rank {
 	slices.Sort(all)
 	return slices.DeleteFunc(slices.Compact(all), func(r topo.Rank) bool {
 		k := &t.all[r]
-		return !k.lost && t.heard(r)-k.lastReceived < 2*heartbeatPeriod
+		return !k.lost && t.heard(r)-t.lastReceived(r) < 2*heartbeatPeriod
 	})
 }
 
@@ -620,7 +629,7 @@ func (t *roster) nextDirect(d time.Duration) time.Duration {
 			next = min(next, k.lastSent+heartbeatPeriod)
 		}
 		if t.needs(r) {
-			next = min(next, k.lastReceived+d)
+			next = min(next, t.lastReceived(r)+d)
 		}
 	}
 	return next
@@ -692,7 +701,7 @@ rank:
 		o := c.newOutgoing()
 		o.To = append(o.To, rank)
 		o.Down.Type, o.Down.Cycle, o.Down.Stop, o.Down.Reason = message.DownCycle, next, stops, c.stopReason
-		o.Down.Tuning = tuning
+		o.Down.Tuning, o.Down.Brief = tuning, c.brief()
 		o.Down.Ranks = append(o.Down.Ranks, c.stopRanks...)
 		for _, i := range c.mine {
 			o.Down.Sets = append(o.Down.Sets, c.decision.Sets[i])
@@ -705,10 +714,11 @@ rank:
 func (c *Coordinator) sendCycle(s *setState) {
 	o := c.newOutgoing()
 	o.Down.Type, o.Down.Cycle, o.Down.Reason = message.DownCycle, c.cycle, c.stopReason
+	o.Down.Brief = c.brief()
 	o.Down.Ranks = append(o.Down.Ranks, c.stopRanks...)
 	o.Down.Sets = append(o.Down.Sets, c.decision.Sets[0])
 	if c.leaving == 0 {
-		o.To = append(o.To, s.Ranks...)
+		o.To, o.shared = s.Ranks, true
 	} else { // only ranks that are leaving were stopped
 		for _, r := range s.Ranks {
 			if c.ranks.all[r].stop == 0 {
@@ -726,6 +736,9 @@ func (c *Coordinator) sendCycle(s *setState) {
 	}
 }
 
+// brief reports whether leaders need not pass on the time of each vote and request.
+func (c *Coordinator) brief() bool { return c.ranks.leaders != nil && !c.waits.trace }
+
 // newOutgoing returns an empty frame without recipients. It reuses the memory of an earlier frame if there is
 // one.
 func (c *Coordinator) newOutgoing() Outgoing {
@@ -735,6 +748,9 @@ func (c *Coordinator) newOutgoing() Outgoing {
 	}
 	o := c.spare[n-1]
 	c.spare = c.spare[:n-1]
+	if o.shared {
+		o.To, o.shared = nil, false
+	}
 	o.To = o.To[:0]
 	o.Down.Reset()
 	return o

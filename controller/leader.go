@@ -7,25 +7,142 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/responsecache"
 )
 
-// Relay applies a frame that several ranks have sent and that their leader has passed on. held has for each
-// of the ranks the time in microseconds for which the leader has held the frame. If the frame breaks the
-// protocol, Relay fails its sender.
-func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, up *message.Up) {
-	if c.relayVotes(leader, ranks, held, up) {
+// Relay applies a part of a combined frame: a frame that several ranks have sent and that their leader has
+// passed on. up is the frame of the part. If it breaks the protocol, Relay fails its sender.
+func (c *Coordinator) Relay(leader topo.Rank, p *message.Part, up *message.Up) {
+	if c.state == closed || c.state == failed {
 		return
 	}
-	for i, r := range ranks {
+	for _, r := range p.Ranks {
 		if !c.ranks.passes(leader, r) {
 			c.failSender(leader, fmt.Errorf("got a frame of rank %d, which it does not lead", r))
 			return
 		}
-		c.waits.now = c.arrival(held[i])
+	}
+	if p.All {
+		g := c.ranks.all[leader].group
+		switch {
+		case g == nil:
+			c.failSender(leader, fmt.Errorf("got a frame of all ranks behind it, but it leads no rank"))
+			return
+		case c.relayAll(g, p, up):
+			return
+		}
+		p = c.each(g, p)
+	}
+	if c.relayVotes(leader, p, up) {
+		return
+	}
+	for i, r := range p.Ranks {
+		c.waits.now = c.arrival(p.Held[i])
 		c.step(r, up, true)
 	}
 	c.waits.now = c.now
-	c.ranks.all[leader].lastReceived = c.now
+	c.ranks.received(leader, 0)
+}
+
+// ledGroup is a rank with a connection to rank 0 together with all ranks behind it.
+type ledGroup struct {
+	ranks   []topo.Rank // in ascending order
+	members responsecache.Members
+	// A frame that all the ranks have sent arrived at lastReceived, and all of them have applied the cycle
+	// seen. The state of each rank may be later (roster.lastReceived, roster.seen).
+	seen         uint64
+	lastReceived time.Duration
+}
+
+// setGroups makes the groups.
+func (t *roster) setGroups() {
+	for f := range t.leaders {
+		r := topo.Rank(f)
+		hop := t.leaders.Hop(0, r)
+		if hop == r {
+			continue
+		}
+		top := &t.all[hop]
+		if top.group == nil {
+			top.group = &ledGroup{lastReceived: t.now}
+		}
+		t.all[r].group = top.group
+	}
+	for f := range t.leaders {
+		if g := t.all[f].group; g != nil {
+			g.ranks = append(g.ranks, topo.Rank(f))
+			g.members.Add(f)
+		}
+	}
+}
+
+// lastReceived returns the time at which the last frame from a rank arrived.
+func (t *roster) lastReceived(r topo.Rank) time.Duration {
+	k := &t.all[r]
+	if k.group != nil {
+		return max(k.received, k.group.lastReceived)
+	}
+	return k.received
+}
+
+// seen returns the last cycle that a rank has applied.
+func (t *roster) seen(r topo.Rank) uint64 {
+	k := &t.all[r]
+	if k.group != nil {
+		return max(k.acknowledged, k.group.seen)
+	}
+	return k.acknowledged
+}
+
+// relayAll applies a frame that all ranks of a group have sent. It must have nothing but votes and requests in
+// the global set, and no rank may have joined or be about to leave. For all other frames relayAll changes
+// nothing and returns false. The cost for a vote does not depend on the number of ranks, and that for a
+// request hardly.
+func (c *Coordinator) relayAll(g *ledGroup, p *message.Part, up *message.Up) bool {
+	if up.Type != message.UpNews || len(up.Sets) != 1 || up.Sets[0].Set != topo.Global || up.Shutdown ||
+		up.Seen > c.cycle || c.waits.trace || c.state != running || c.leaving > 0 {
+		return false
+	}
+	u, s := &up.Sets[0], c.sets.find(topo.Global)
+	if u.Done > 0 || u.Invalid.Any() || !s.canVote(&g.members, u.Hits, up.Seen) {
+		return false
+	}
+	for i := range u.Requests {
+		if !s.canRequest(g.ranks, &u.Requests[i]) {
+			return false
+		}
+	}
+	times := askTimes{first: c.arrival(p.First), latest: c.arrival(p.Held[0]), latestBy: p.Ranks[0],
+		second: c.arrival(p.Held[1]), secondBy: p.Ranks[1]}
+	c.disturb()
+	g.lastReceived = c.now
+	if up.Seen > g.seen {
+		g.seen, c.ranks.acked = up.Seen, true
+	}
+	s.voteTogether(&g.members, u.Hits, &times)
+	for i := range u.Requests {
+		if err := s.requestTogether(g.ranks, u.Requests[i], &times); err != nil {
+			c.failSender(g.ranks[0], err)
+			break
+		}
+	}
+	return true
+}
+
+// each returns the part p, which all ranks of a group have sent, with the list of these ranks. Those that p does
+// not name have the time of the first one.
+func (c *Coordinator) each(g *ledGroup, p *message.Part) *message.Part {
+	x := &c.listed
+	x.Ranks, x.Held, x.Frame = g.ranks, x.Held[:0], p.Frame
+	for range g.ranks {
+		x.Held = append(x.Held, p.First)
+	}
+	for i, r := range p.Ranks {
+		if at, found := slices.BinarySearch(g.ranks, r); found {
+			x.Held[at] = p.Held[i]
+		}
+	}
+	return x
 }
 
 // passes reports whether a rank with a control connection to rank 0 is rank r or passes on the frames of r.
@@ -42,7 +159,8 @@ func (c *Coordinator) arrival(held uint32) time.Duration {
 // that are neither stopped nor joined and have not voted before. The ranks must be in ascending order, as
 // those are whose votes a leader has held. The cost for a vote does not depend on the number of ranks. For
 // all other frames relayVotes changes nothing and returns false.
-func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uint32, up *message.Up) bool {
+func (c *Coordinator) relayVotes(leader topo.Rank, p *message.Part, up *message.Up) bool {
+	ranks := p.Ranks
 	if len(ranks) < 2 || len(up.Sets) != 1 || up.Type != message.UpNews || up.Shutdown || up.Seen > c.cycle ||
 		c.waits.trace || c.state == closed || c.state == failed {
 		return false
@@ -56,7 +174,7 @@ func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uin
 	g.Reset()
 	var times askTimes
 	for i, r := range ranks {
-		if !c.ranks.passes(leader, r) || c.ranks.all[r].stop != 0 {
+		if c.ranks.all[r].stop != 0 {
 			return false
 		}
 		member := s.index(r)
@@ -65,7 +183,7 @@ func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uin
 		}
 		last = member
 		g.Add(member)
-		times.add(r, c.arrival(held[i]))
+		times.add(r, c.arrival(p.Held[i]))
 	}
 	if !s.canVote(g, u.Hits, up.Seen) {
 		return false
@@ -82,9 +200,9 @@ func (c *Coordinator) relayVotes(leader topo.Rank, ranks []topo.Rank, held []uin
 // received records that a frame of rank r has arrived, which has applied the cycle seen.
 func (t *roster) received(r topo.Rank, seen uint64) {
 	k := &t.all[r]
-	k.lastReceived = t.now
-	if seen > k.seen {
-		k.seen, t.acknowledged = seen, true
+	k.received = t.now
+	if seen > t.seen(r) {
+		k.acknowledged, t.acked = seen, true
 	}
 }
 
@@ -93,7 +211,7 @@ func (t *roster) received(r topo.Rank, seen uint64) {
 // nothing has come from r since that time, the reason may be that the leader is silent.
 func (t *roster) heard(r topo.Rank) time.Duration {
 	if leader := t.leaders.Of(r); leader != r {
-		return t.all[leader].lastReceived
+		return t.lastReceived(leader)
 	}
 	return t.now
 }

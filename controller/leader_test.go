@@ -578,11 +578,31 @@ func TestLeaderOfOthers(t *testing.T) {
 		cfg := leaderConfig()
 		cfg.Leaders = x.leaders
 		c := controller.NewCoordinator(cfg, 0)
-		c.Relay(x.leader, []topo.Rank{x.of}, []uint32{0}, x.up)
+		c.Relay(x.leader, &message.Part{Ranks: []topo.Rank{x.of}, Held: []uint32{0}}, x.up)
 		outs := c.Ready()
 		if len(outs) == 0 || !slices.Equal(outs[0].Down.Ranks, []topo.Rank{x.leader}) ||
 			!strings.Contains(outs[0].Down.Reason, "which it does not lead") {
 			t.Errorf("%v of rank %d: got %+v, want a verdict that names rank %d", x.up, x.of, outs, x.leader)
+		}
+	}
+}
+
+// A rank without ranks behind it that passes on a frame of all of them has failed, and so has a leader that
+// passes on the same request of all of them twice.
+func TestLeaderOfAll(t *testing.T) {
+	asks := &message.Up{Type: message.UpNews, Sets: []message.UpSet{{
+		Requests: []message.Request{allreduce("a", 1), allreduce("a", 1)}}}}
+	for _, x := range []struct {
+		leader topo.Rank
+		want   string
+	}{{1, "it leads no rank"}, {2, "second request"}} {
+		c := controller.NewCoordinator(leaderConfig(), 0)
+		c.Relay(x.leader, &message.Part{All: true, Ranks: []topo.Rank{x.leader, x.leader}, Held: []uint32{0, 0}},
+			asks)
+		outs := c.Ready()
+		if len(outs) == 0 || !slices.Equal(outs[0].Down.Ranks, []topo.Rank{x.leader}) ||
+			!strings.Contains(outs[0].Down.Reason, x.want) {
+			t.Errorf("rank %d: got %+v, want a verdict with %q", x.leader, outs, x.want)
 		}
 	}
 }
@@ -611,6 +631,83 @@ func TestLongestVerdict(t *testing.T) {
 		if len(w.verdicts) != 5 || !strings.Contains(w.verdicts[0], "ranks 3 and 4 failed") {
 			t.Errorf("after %v: got verdicts %q, want one that names ranks 3 and 4 at each rank", c.now,
 				w.verdicts)
+		}
+	}
+}
+
+// A leader holds what all ranks behind another leader have made as one, with the times of the first and the last
+// two. If it must pass it on before the others have made it, it lists the ranks.
+func TestLeaderHoldsGroups(t *testing.T) {
+	news := func(hits ...uint32) []byte {
+		up, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Seen: 1,
+			Sets: []message.UpSet{{Hits: bits(hits...)}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return up
+	}
+	all := func(first, latest, second uint32, hits ...uint32) *message.Part {
+		return &message.Part{All: true, First: first, Ranks: []topo.Rank{4, 3}, Held: []uint32{latest, second},
+			Frame: news(hits...)}
+	}
+	const now = time.Second
+	for _, test := range []struct {
+		name   string
+		brief  bool
+		events func(c *controller.Combiner)
+		want   string
+	}{
+		{"all", true, func(c *controller.Combiner) {
+			c.Relay(2, all(900, 100, 200, 0))
+			c.Up(1, news(0))
+			c.Tick(now + 50*time.Microsecond)
+			c.Up(5, news(0))
+		}, "all 950 [5 1] [0 50] up seen=1 set=0 hits=1"},
+		{"all, and rank 0 wants all times", false, func(c *controller.Combiner) {
+			c.Relay(2, all(900, 100, 200, 0))
+			c.Up(1, news(0))
+			c.Up(5, news(0))
+		}, "[1 2 3 4 5] [0 900 200 100 0] up seen=1 set=0 hits=1"},
+		{"after 200 ms", true, func(c *controller.Combiner) {
+			c.Up(5, news(0))
+			c.Relay(2, all(900, 100, 200, 0))
+			c.Tick(now + 200*time.Millisecond)
+		}, "[2 3 4 5] [200900 200200 200100 200000] up seen=1 set=0 hits=1"},
+		{"a rank has voted before", true, func(c *controller.Combiner) {
+			c.Relay(2, &message.Part{Ranks: []topo.Rank{3}, Held: []uint32{7}, Frame: news(1)})
+			c.Relay(2, all(900, 100, 200, 0, 1))
+			c.Up(1, news(0))
+			c.Up(5, news(0))
+		}, "[2 3] [900 7] up seen=1 set=0 hits=2; [3] [200] up seen=1 set=0 hits=2; " +
+			"[4] [100] up seen=1 set=0 hits=2; all 900 [5 1] [0 0] up seen=1 set=0 hits=1"},
+		{"a rank votes twice", true, func(c *controller.Combiner) {
+			c.Relay(2, all(900, 100, 200, 0))
+			c.Relay(2, &message.Part{Ranks: []topo.Rank{3}, Held: []uint32{7}, Frame: news(0)})
+		}, "[2 3 4] [900 200 100] up seen=1 set=0 hits=1; [3] [7] up seen=1 set=0 hits=1"},
+	} {
+		c := controller.NewCombiner(1, topo.Leaders{0, 1, 1, 2, 2, 1}, []controller.Set{controller.Global(6)}, 0)
+		c.Tick(now)
+		c.Down(nil, &message.Down{Type: message.DownCycle, Cycle: 1, Brief: test.brief,
+			Sets: []message.DownSet{{
+				Grants: []message.Grant{{Full: []*message.Response{response("a", 1), response("b", 1)}}},
+				Puts:   []message.Put{{Bit: 0}, {Tensor: 1, Bit: 1}},
+			}}})
+		test.events(c)
+		parts, _ := c.Ready()
+		var got []string
+		for _, p := range parts {
+			var up message.Up
+			if err := message.DecodeUp(p.Frame, &up); err != nil {
+				t.Fatal(err)
+			}
+			text := fmt.Sprintf("%v %v %v", p.Ranks, p.Held, &up)
+			if p.All {
+				text = fmt.Sprintf("all %d %s", p.First, text)
+			}
+			got = append(got, text)
+		}
+		if text := strings.Join(got, "; "); text != test.want {
+			t.Errorf("%s: the leader has passed on\n%s\nwant\n%s", test.name, text, test.want)
 		}
 	}
 }

@@ -100,13 +100,13 @@ func randomRun(t *testing.T, seed uint64) counts {
 	return r.checker.seen
 }
 
-// randomLeaders returns random leaders on up to two levels. The leader of a rank is a lower rank, but not
+// randomLeaders returns random leaders on up to three levels. The leader of a rank is a lower rank, but not
 // rank 0.
 func randomLeaders(rng *rand.Rand, size int) topo.Leaders {
 	leaders, levels := make(topo.Leaders, size), make([]int, size)
 	for r := 1; r < size; r++ {
 		leader := 1 + rng.IntN(r)
-		if levels[leader] == 2 {
+		if levels[leader] == 3 {
 			leader = r
 		}
 		leaders[r] = topo.Rank(leader)

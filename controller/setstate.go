@@ -185,14 +185,7 @@ func (s *setState) voteTogether(g *responsecache.Members, bits message.Bits, tim
 		begun := s.cache.Votes(bit) > 0
 		s.cache.VoteTogether(g, bit)
 		w := s.bitWait(bit)
-		if begun {
-			w.since = min(w.since, times.first)
-			w.arrived(times.secondBy, times.second)
-		} else {
-			*w = s.waits.beginAt(times.first)
-			w.latest, w.others, w.by = times.second, times.second, times.secondBy
-		}
-		w.arrived(times.latestBy, times.latest)
+		s.waits.arrivedTogether(w, begun, times)
 		if s.cache.Votes(bit) == len(s.Ranks) {
 			s.waits.over(w)
 			s.completeBit(bit)
@@ -262,6 +255,45 @@ func (s *setState) addRequest(member int, q message.Request) error {
 	row.requests[member] = row.share(q)
 	row.count++
 	s.arrive(&row.arrivals, member)
+	if s.rowComplete(row) {
+		s.waits.over(&row.wait)
+		s.completeRow(row)
+	}
+	return nil
+}
+
+// canRequest reports whether requestTogether can count a request of several members.
+func (s *setState) canRequest(members []topo.Rank, q *message.Request) bool {
+	if q.Kind == message.Join || changesSets(q.Kind) || s.joined.count > 0 {
+		return false
+	}
+	if _, cached := s.cache.BitOf(q.Name); cached {
+		return false
+	}
+	row := s.table[q.Name]
+	return row == nil || row.named == nil && !row.removal && !slices.ContainsFunc(members,
+		func(r topo.Rank) bool { return row.requests[r] != nil })
+}
+
+// requestTogether counts a request of several members of the global set, as request does for each of them.
+// canRequest must have reported true, but the members may have made the same request meanwhile, in the same
+// frame, and so have broken the protocol.
+func (s *setState) requestTogether(members []topo.Rank, q message.Request, times *askTimes) error {
+	row := s.table[q.Name]
+	switch {
+	case row != nil && row.requests[members[0]] != nil:
+		return fmt.Errorf("got a second request for %v %q while the first is pending", q.Kind, q.Name)
+	case row == nil:
+		row = &tableRow{requests: make([]*message.Request, len(s.Ranks))}
+		s.table[q.Name] = row
+		s.rows = append(s.rows, row)
+	}
+	s.waits.arrivedTogether(&row.wait, row.count > 0, times)
+	shared := row.share(q)
+	for _, r := range members {
+		row.requests[r] = shared
+	}
+	row.count += len(members)
 	if s.rowComplete(row) {
 		s.waits.over(&row.wait)
 		s.completeRow(row)

@@ -142,6 +142,19 @@ func (t *askTimes) add(r topo.Rank, at time.Duration) {
 	t.count++
 }
 
+// arrivedTogether records that several ranks have made a request for the tensor. begun is set if other ranks
+// have made it before.
+func (w *waits) arrivedTogether(x *wait, begun bool, times *askTimes) {
+	if begun {
+		x.since = min(x.since, times.first)
+		x.arrived(times.secondBy, times.second)
+	} else {
+		*x = w.beginAt(times.first)
+		x.latest, x.others, x.by = times.second, times.second, times.secondBy
+	}
+	x.arrived(times.latestBy, times.latest)
+}
+
 // over records that a wait is over because the last rank that was missing has made its request.
 func (w *waits) over(x *wait) { w.late.Add(x.by, x.others, x.latest, true) }
 

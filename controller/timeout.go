@@ -153,7 +153,7 @@ func (c *Coordinator) overdue() bool {
 
 // silentText returns a text that says for how long the given ranks have been silent.
 func (t *roster) silentText(ranks []topo.Rank) string {
-	return have(ranks) + " been silent for " + seconds(t.now-t.all[ranks[0]].lastReceived)
+	return have(ranks) + " been silent for " + seconds(t.now-t.lastReceived(ranks[0]))
 }
 
 func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string {

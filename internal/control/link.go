@@ -32,10 +32,11 @@ const (
 type link struct {
 	peer topo.Rank
 	conn transport.Conn
-	// The fields below are used at rank 0. leads is set if the peer leads other ranks. to has the ranks for
-	// which the next frame is.
-	leads bool
-	to    []topo.Rank
+	// The fields below are used at rank 0 and at leaders. behind is the number of ranks behind the peer. to
+	// has the ranks for which the next frame is. If every is set, it is for the peer and all ranks behind it.
+	behind int
+	to     []topo.Rank
+	every  bool
 
 	seq    uint32
 	total  uint64     // number of bytes passed to the connection so far

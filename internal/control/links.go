@@ -24,12 +24,15 @@ const (
 	// levelsAbove is the greatest number of other hosts whose leaders all have a control connection to rank
 	// 0.
 	levelsAbove = 64
+	// groupMost is the greatest size of a group of leaders.
+	groupMost = 16
 )
 
 // Leaders returns the leaders of a job of more than above ranks (0 selects 64). hosts has the host of each
 // rank. The leader of a host is its lowest rank. The ranks of rank 0's host have no leader. If there are more
-// than levels other hosts (0 selects 64, or above if that is greater), their leaders have leaders. The result
-// is the same at all ranks. It is nil if every rank has a connection to rank 0.
+// than levels other hosts (0 selects 64, or above if that is greater), their leaders have leaders, in groups of
+// at most 16, or of at most levels if that is given. The result is the same at all ranks. It is nil if every
+// rank has a connection to rank 0.
 func Leaders(hosts []string, size, above, levels int) topo.Leaders {
 	above = cmp.Or(above, leadersAbove)
 	if size <= above || len(hosts) != size {
@@ -37,7 +40,7 @@ func Leaders(hosts []string, size, above, levels int) topo.Leaders {
 	}
 	leaders, behind := topo.HostLeaders(hosts)
 	if len(behind) > cmp.Or(levels, max(above, levelsAbove)) {
-		leaders.Group(behind)
+		leaders.Group(behind, max(2, cmp.Or(levels, groupMost)))
 	}
 	for r, leader := range leaders {
 		if leader != topo.Rank(r) {
@@ -120,7 +123,7 @@ func (l *Links) setRoutes() {
 		r := topo.Rank(f)
 		if hop := l.cfg.Leaders.Hop(l.cfg.Rank, r); hop != r && l.cfg.Leaders.Upstream(hop) == l.cfg.Rank {
 			l.routes[r] = l.routes[hop]
-			l.routes[r].leads = true
+			l.routes[r].behind++
 		}
 	}
 }
@@ -193,6 +196,15 @@ func (l *Links) Down(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	return l.sendOver(k, frame)
 }
 
+// DownAll sends a frame from rank 0 to all ranks, at rank 0, or to all ranks behind this rank, at a leader. It
+// does the same as Downs, but its cost does not depend on the number of ranks.
+func (l *Links) DownAll(frame []byte, failed []Event) []Event {
+	for _, k := range l.all {
+		k.every = l.cfg.Rank == 0 || k.peer != l.Upstream()
+	}
+	return l.sendDowns(frame, failed)
+}
+
 // Downs sends a frame from rank 0 to other ranks, at rank 0 or at a leader that passes it on. A leader gets
 // it once for all ranks behind it. On error, Downs appends the rank that is at fault to failed.
 func (l *Links) Downs(to []topo.Rank, frame []byte, failed []Event) []Event {
@@ -201,8 +213,12 @@ func (l *Links) Downs(to []topo.Rank, frame []byte, failed []Event) []Event {
 			l.routes[r].to = append(l.routes[r].to, r)
 		}
 	}
+	return l.sendDowns(frame, failed)
+}
+
+func (l *Links) sendDowns(frame []byte, failed []Event) []Event {
 	for _, k := range l.all {
-		if len(k.to) == 0 {
+		if len(k.to) == 0 && !k.every {
 			continue
 		}
 		if r, err := l.sendOver(k, frame); err != nil {
@@ -212,14 +228,18 @@ func (l *Links) Downs(to []topo.Rank, frame []byte, failed []Event) []Event {
 	return failed
 }
 
-// sendOver sends a frame to the ranks in k.to. On error, it also returns the rank that is at fault: the peer,
-// or this rank if the frame is too large.
+// sendOver sends a frame to the ranks in k.to, or to all that k reaches if k.every is set. On error, it also
+// returns the rank that is at fault: the peer, or this rank if the frame is too large.
 func (l *Links) sendOver(k *link, frame []byte) (failed topo.Rank, err error) {
-	if k.leads {
-		l.addressed = message.AppendAddressed(l.addressed[:0], k.to, frame)
+	if k.behind > 0 {
+		to := k.to
+		if len(to) == 1+k.behind {
+			to = nil // all of them
+		}
+		l.addressed = message.AppendAddressed(l.addressed[:0], to, frame)
 		frame = l.addressed
 	}
-	k.to = k.to[:0]
+	k.to, k.every = k.to[:0], false
 	switch err = l.send(k, frame); {
 	case errors.Is(err, ErrTooLarge):
 		return l.cfg.Rank, err

@@ -45,7 +45,7 @@ func (l *leader) up(from topo.Rank, frame []byte) {
 			return
 		}
 		l.extend(p.Frame)
-		l.combiner.Relay(p)
+		l.combiner.Relay(from, p)
 	}
 }
 
@@ -55,9 +55,13 @@ func (l *leader) extend(frame []byte) {
 	}
 }
 
-// sendToMembers sends a frame to ranks behind this rank.
+// sendToMembers sends a frame to ranks behind this rank, or to all of them if none are given.
 func (l *leader) sendToMembers(to []topo.Rank, frame []byte) {
-	l.faults = l.links.Downs(to, frame, l.faults[:0])
+	if len(to) == 0 {
+		l.faults = l.links.DownAll(frame, l.faults[:0])
+	} else {
+		l.faults = l.links.Downs(to, frame, l.faults[:0])
+	}
 	for _, f := range l.faults {
 		if errors.Is(f.Err, control.ErrTooLarge) {
 			l.failed(f.Err) // this rank has made the frame
@@ -129,7 +133,7 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 			if s.up.Type == message.UpNews {
 				e.sched.Extend()
 			}
-			e.coordinator.Relay(leader, p.Ranks, p.Held, &s.up)
+			e.coordinator.Relay(leader, p, &s.up)
 		}
 	}
 }
@@ -142,8 +146,8 @@ func checkLed(links *control.Links, leader topo.Rank, ranks []topo.Rank) error {
 	return fmt.Errorf("got frames of %s, which it does not lead", topo.FormatRanks(ranks))
 }
 
-// distribute passes on a frame from rank 0 to the ranks behind this rank that it is for. This rank applies it
-// last, so that its own work does not delay the other ranks.
+// distribute passes on a frame from rank 0 to the ranks behind this rank that it is for, which are all of them
+// and this rank if it names none. This rank applies it last, so that its own work does not delay the other ranks.
 func (e *Engine) distribute(frame []byte) {
 	s := &e.scratch
 	to, frame, err := message.DecodeAddressed(frame, s.to)
@@ -164,7 +168,7 @@ func (e *Engine) distribute(frame []byte) {
 	}
 	e.leader.sendToMembers(to, frame)
 	switch {
-	case !slices.Contains(to, e.cfg.Rank):
+	case len(to) > 0 && !slices.Contains(to, e.cfg.Rank):
 	case probe:
 		e.probeStep(0, frame)
 	default:

@@ -322,7 +322,11 @@ func (e *Engine) coordinatorReady() {
 			continue
 		}
 		e.scratch.frame = frame
-		failed = e.links.Downs(o.To, frame, failed)
+		if len(o.To) == e.cfg.Size {
+			failed = e.links.DownAll(frame, failed)
+		} else {
+			failed = e.links.Downs(o.To, frame, failed)
+		}
 		if slices.Contains(o.To, 0) {
 			e.memberStep(frame)
 		}

@@ -84,11 +84,18 @@ func (l *newsLoad) counted() (frames, bytes int64) {
 func TestSimulation(t *testing.T) {
 	const perHost, tensors = 8, 8
 	ranks := *simulatedRanks
-	for _, policy := range []simulate.Policy{simulate.Star, simulate.Leaders, simulate.Levels} {
+	for _, p := range []struct {
+		policy          simulate.Policy
+		leaders, levels int // engine.Config.LeadersAbove and LevelsAbove
+		group           int
+	}{
+		{simulate.Star, ranks, 0, 0}, {simulate.Leaders, 1, ranks, 0}, {simulate.Levels, 1, 6, 6},
+		{simulate.Levels, 1, 2, 2}, // three levels or more
+	} {
 		for _, capacity := range []int{64, 0} {
-			t.Run(fmt.Sprintf("%s/cache=%d", policy, capacity), func(t *testing.T) {
-				want, err := simulate.Run(simulate.Config{Ranks: ranks, PerHost: perHost, Policy: policy,
-					Workload: simulate.Small(tensors), Steps: 3, CacheCapacity: capacity,
+			t.Run(fmt.Sprintf("%s/group=%d/cache=%d", p.policy, p.group, capacity), func(t *testing.T) {
+				want, err := simulate.Run(simulate.Config{Ranks: ranks, PerHost: perHost, Policy: p.policy,
+					Group: p.group, Workload: simulate.Small(tensors), Steps: 3, CacheCapacity: capacity,
 					Costs: simulate.Measured})
 				if err != nil {
 					t.Fatal(err)
@@ -98,10 +105,7 @@ func TestSimulation(t *testing.T) {
 				c := startOn(t, mem.New(ranks), ranks, func(cfg *engine.Config) {
 					cfg.CacheCapacity, cfg.Spin = capacity, -1
 					cfg.LivenessTimeout = deadline // a large job starves its ranks
-					cfg.LeadersAbove = map[simulate.Policy]int{simulate.Star: ranks,
-						simulate.Leaders: 1, simulate.Levels: 1}[policy]
-					cfg.LevelsAbove = map[simulate.Policy]int{simulate.Leaders: ranks,
-						simulate.Levels: 1}[policy]
+					cfg.LeadersAbove, cfg.LevelsAbove = p.leaders, p.levels
 					for r := range ranks {
 						cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", r/perHost))
 					}

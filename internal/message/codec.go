@@ -47,6 +47,7 @@ const (
 	flagMessage  = 4
 	flagStop     = 1
 	flagTuning   = 2
+	flagBrief    = 4
 	// vectorsType must differ from the types of Up and Down frames, which are sent over the same connections.
 	vectorsType = 64
 	// probeType must differ from vectorsType and from the types of Up and Down frames too.
@@ -193,6 +194,9 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 	if d.Tuning != nil {
 		flags |= flagTuning
 	}
+	if d.Brief {
+		flags |= flagBrief
+	}
 	b = append(b, byte(d.Type), flags)
 	b = binary.LittleEndian.AppendUint64(b, d.Cycle)
 	switch d.Type {
@@ -268,7 +272,7 @@ func DecodeDown(b []byte, out *Down) error {
 	out.Cycle = d.u64()
 	switch out.Type {
 	case DownCycle:
-		out.Stop = flags&flagStop != 0
+		out.Stop, out.Brief = flags&flagStop != 0, flags&flagBrief != 0
 		for range d.sets() {
 			if d.err != nil {
 				break

@@ -82,7 +82,7 @@ func downSamples() []*message.Down {
 		{Type: message.DownLeft, Ranks: []topo.Rank{2}, Channels: []message.Channel{{Set: 0, Rank: 2}}},
 		{Type: message.DownClose},
 		{Type: message.DownFail, Ranks: []topo.Rank{2, 3}, Reason: "silent for 10s"},
-		{Type: message.DownCycle, Cycle: 5, Stop: true},
+		{Type: message.DownCycle, Cycle: 5, Stop: true, Brief: true},
 		{Type: message.DownCycle, Cycle: 7, Tuning: &message.Tuning{FusionThresholdBytes: 1 << 40,
 			CycleTime: time.Hour, SegmentBytes: message.MaxSegmentBytes, CacheOff: true,
 			OneLevelAllgather: true}},

@@ -2,7 +2,6 @@ package message
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 
 	"github.com/gohvd/gohvd/internal/topo"
@@ -10,15 +9,28 @@ import (
 
 // Part is a part of the frame in which the leader of a host passes on frames of its ranks to rank 0.
 type Part struct {
-	// Ranks are the ranks that have sent Frame, an Up frame or a Probe.
+	// Ranks are the ranks that have sent Frame, an Up frame or a Probe. If All is set, the leader and all
+	// ranks behind it have sent it, and Ranks has the last of them and the last but one.
 	Ranks []topo.Rank
-	// Held has for each element of Ranks how long the leader has held the frame, in microseconds.
+	All   bool
+	// Held has for each element of Ranks how long the leader has held the frame, in microseconds. With All,
+	// First is the time for which it has held the first of the frames.
 	Held  []uint32
+	First uint32
 	Frame []byte
 }
 
 // NumBytes returns the size of the part in a combined frame.
-func (p *Part) NumBytes() int { return 4 + 8*len(p.Ranks) + 4 + len(p.Frame) }
+func (p *Part) NumBytes() int {
+	n := 4 + 8*len(p.Ranks) + 4 + len(p.Frame)
+	if p.All {
+		n += 4
+	}
+	return n
+}
+
+// lastOfAll is the number of elements of Ranks with All.
+const lastOfAll = 2
 
 // AppendCombined appends the encoding of a frame with the given parts to b.
 func AppendCombined(b []byte, parts []Part) []byte {
@@ -26,7 +38,12 @@ func AppendCombined(b []byte, parts []Part) []byte {
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(parts)))
 	for i := range parts {
 		p := &parts[i]
-		b = binary.LittleEndian.AppendUint32(b, uint32(len(p.Ranks)))
+		if p.All {
+			b = binary.LittleEndian.AppendUint32(b, 0)
+			b = binary.LittleEndian.AppendUint32(b, p.First)
+		} else {
+			b = binary.LittleEndian.AppendUint32(b, uint32(len(p.Ranks)))
+		}
 		for j, r := range p.Ranks {
 			b = binary.LittleEndian.AppendUint32(b, uint32(r))
 			b = binary.LittleEndian.AppendUint32(b, p.Held[j])
@@ -53,8 +70,8 @@ func DecodeCombined(b []byte, parts []Part) ([]Part, error) {
 		p := grow(&parts)
 		p.Ranks, p.Held = p.Ranks[:0], p.Held[:0]
 		n := d.count(8)
-		if n == 0 {
-			d.fail(errors.New("has a part without a rank"))
+		if p.All, p.First = n == 0, 0; p.All {
+			p.First, n = d.u32(), lastOfAll
 		}
 		for range n {
 			p.Ranks, p.Held = append(p.Ranks, d.rank()), append(p.Held, d.u32())
@@ -70,8 +87,9 @@ func DecodeCombined(b []byte, parts []Part) ([]Part, error) {
 	return parts, nil
 }
 
-// AppendAddressed appends to b the encoding of a frame from rank 0 together with the ranks that it is for.
-// The leader that receives it passes the frame on to them.
+// AppendAddressed appends to b the encoding of a frame from rank 0 together with the ranks that it is for. If
+// there are none, the frame is for the leader that receives it and all ranks behind it. The leader passes the
+// frame on to them.
 func AppendAddressed(b []byte, to []topo.Rank, frame []byte) []byte {
 	b = append(b, addressedType)
 	b = appendRanks(b, to)

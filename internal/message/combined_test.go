@@ -13,6 +13,7 @@ import (
 var partSamples = []message.Part{
 	{Ranks: []topo.Rank{8, 9, message.MaxRanks - 1}, Held: []uint32{0, 1, 1<<32 - 1}, Frame: []byte("frame")},
 	{Ranks: []topo.Rank{9}, Held: []uint32{3}, Frame: []byte{}},
+	{All: true, First: 7, Ranks: []topo.Rank{9, 8}, Held: []uint32{0, 5}, Frame: []byte("frame")},
 }
 
 // A combined frame has the same parts after encoding and decoding. No truncated frame, and no frame with
@@ -40,7 +41,7 @@ func TestCombined(t *testing.T) {
 	}
 	if _, err := message.DecodeCombined(message.AppendCombined(nil, make([]message.Part, 1)),
 		nil); err == nil {
-		t.Error("a part without a rank was accepted")
+		t.Error("a part without ranks and without times was accepted")
 	}
 }
 
@@ -51,6 +52,11 @@ func TestAddressed(t *testing.T) {
 	if err != nil || !slices.Equal(to, want) || string(frame) != "frame" {
 		t.Errorf("got %v, %q, %v", to, frame, err)
 	}
+	b = message.AppendAddressed(nil, nil, []byte("frame"))
+	if to, frame, err := message.DecodeAddressed(b, to); err != nil || len(to) > 0 || string(frame) != "frame" {
+		t.Errorf("for all ranks: got %v, %q, %v", to, frame, err)
+	}
+	b = message.AppendAddressed(nil, want, []byte("frame"))
 	for n := range len(b) - len("frame") {
 		if _, _, err := message.DecodeAddressed(b[:n], nil); err == nil {
 			t.Errorf("the first %d bytes were accepted", n)

@@ -159,6 +159,9 @@ type Down struct {
 	Cycle uint64
 	// Stop says that nothing more will be granted to the recipient.
 	Stop bool
+	// Brief says that leaders need not pass on when each of their ranks has made a vote or a request, if all
+	// of them have made it. Only cycles have it.
+	Brief bool
 	// Tuning has the values that hold from the grants of this cycle on. It is nil if they do not change.
 	Tuning *Tuning
 	// Sets has the decisions about the recipient's process sets. It omits sets without decisions.

@@ -21,7 +21,7 @@ import (
 // ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 9
+	rootVersion = 10
 
 	tokenBytes = 16
 

@@ -19,9 +19,10 @@ type Costs struct {
 	// Part is what the coordinator needs to decode a frame, or a part of a combined frame, and PartAsk for a
 	// request in it. Vote is what it needs for a vote in a part, and Led for each rank for which a part with
 	// nothing but votes stands, from the frame to the grant. For other parts it needs Step for each rank, and
-	// Ask for each request of a rank. DecideBit and DecideFull are for a tensor that is granted, and Scan for
+	// Ask for each request of a rank. If a part stands for all ranks behind a leader, it needs only AskAll for
+	// each request of each rank. DecideBit and DecideFull are for a tensor that is granted, and Scan for
 	// each rank and process set about which a cycle decides.
-	Part, PartAsk, Vote, Led, Step, Ask, DecideBit, DecideFull, Scan time.Duration
+	Part, PartAsk, Vote, Led, Step, Ask, AskAll, DecideBit, DecideFull, Scan time.Duration
 
 	// Admit is what rank 0 needs to accept a rank that joins, and Record what a rank needs to pass on a
 	// record.
@@ -36,6 +37,7 @@ type Costs struct {
 // were running. The benchmarks are:
 //
 //	C  go test ./internal/simulate -run '^$' -bench Costs -benchtime 10x
+//	F  go test ./internal/control -run '^$' -bench Frames -benchtime 500x
 //	L  go test ./internal/engine -run '^$' -bench Leaders/ranks=64 -benchtime 60x
 //	J  go test ./internal/rendezvous -run '^$' -bench Join -benchtime 3x
 //
@@ -47,8 +49,8 @@ type Costs struct {
 // Scan is assumed. Latency, Loopback, BytesPerSecond and Operation are chosen: a data center with 25 Gbit/s.
 var Measured = Costs{
 	Turn: 2 * time.Microsecond, // C: a member at 8/1/1024 has 2 turns, 3.8
-	// L: (4171 - 1236) us / (148.4 - 28.1) frames between a star and leaders, on loopback, with decoding
-	Frame: 23 * time.Microsecond,
+	// F with 20 connections: 7.0 to 9.5 us in, each in a turn of its own, and 7.7 to 10.9 us out
+	Frame: 9 * time.Microsecond,
 	KiB:   300, // L: copying in and out of the kernel; between 200 and 400 ns
 
 	Submit: 60, GrantBit: 60, // C: a member at 512/161/1024 and 512/1/1024, 28.0 - 8.1 for 160 of both
@@ -65,12 +67,14 @@ var Measured = Costs{
 	Led:        66,   // C: m/1/1024 and l/1/1024 without 120 parts, (835 - 131 - 120 * 1.7) / (8064 - 504)
 	Step:       520,  // C: 512/1/1024 without 512 parts
 	Ask:        340,  // C: l/161/0, 28003 / 161 / 512
+	AskAll:     3,    // not yet measured
 	DecideBit:  350,  // C: 8/161/1024 and 8/1/1024, (80.3 - 24.0) / 160
 	DecideFull: 1500, // C: 8/161/0 and 8/1/0 without 8 requests, (1420 - 26) / 160 - 8 * 0.9
 	Scan:       20,   // assumed: controller.decide visits each rank for each set; in Step for one set
 
-	Admit:  380 * time.Microsecond, // J: half of 195.3 ms / 256 ranks, without TLS
-	Record: 9 * time.Microsecond,   // J: (83.0 ms - 64 * 2 * 0.38 ms) / 64 / 64, both rounded
+	// J/ranks=1024 with -cpuprofile: 962.8 ms of CPU time / 1024 ranks, of which the root's goroutines use 27 %
+	Admit:  260 * time.Microsecond,
+	Record: 9 * time.Microsecond, // J: (83.0 ms - 64 * 2 * 0.38 ms) / 64 / 64, both rounded
 
 	Operation: 200 * time.Microsecond, Latency: 20 * time.Microsecond, Loopback: 5 * time.Microsecond,
 	BytesPerSecond: 25e9 / 8,

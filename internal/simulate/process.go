@@ -2,6 +2,7 @@ package simulate
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -20,6 +21,10 @@ type process struct {
 	member   *controller.Member
 	coord    *controller.Coordinator // at rank 0
 	combiner *controller.Combiner    // at leaders
+	// connected are the processes with a connection to this one, except the one upstream, and behind is the
+	// number of ranks behind a leader, and the leader.
+	connected []*process
+	behind    int
 
 	inbox    []event
 	queued   []asked // requests to submit
@@ -51,7 +56,7 @@ func (j *job) build() {
 		}
 		leaders, list := topo.HostLeaders(names)
 		if cfg.Policy == Levels {
-			leaders.Group(list)
+			leaders.Group(list, cmp.Or(cfg.Group, 16))
 		}
 		j.leaders = leaders
 	}
@@ -69,6 +74,16 @@ func (j *job) build() {
 			LivenessTimeout: cfg.Liveness, Combiner: p.combiner, Keeps: p.combiner != nil}
 		p.member = controller.NewMember(m, 0)
 		j.all = append(j.all, p)
+	}
+	for _, p := range j.all[1:] {
+		up := j.all[j.leaders.Upstream(p.rank)]
+		up.connected = append(up.connected, p)
+		for q := p; ; q = up {
+			q.behind++
+			if up = j.all[j.leaders.Upstream(q.rank)]; up.rank == 0 {
+				break
+			}
+		}
 	}
 	j.all[0].coord = controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: sets, CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: 128 << 20,
@@ -289,10 +304,14 @@ func (p *process) relay(from topo.Rank, frame []byte) {
 		if message.DecodeUp(part.Frame, &p.up) == nil {
 			has = count(&p.up)
 		}
+		ranks := len(part.Ranks)
+		if part.All {
+			ranks = 1 // held as one
+		}
 		p.spend(c.Forward, 1)
-		p.spend(c.HeldVote, has.votes*len(part.Ranks))
-		p.spend(c.HeldAsk, has.asks*len(part.Ranks))
-		p.combiner.Relay(part)
+		p.spend(c.HeldVote, has.votes*ranks)
+		p.spend(c.HeldAsk, has.asks*ranks)
+		p.combiner.Relay(from, part)
 	}
 }
 
@@ -332,9 +351,19 @@ func (p *process) sendDown(to []topo.Rank, d *message.Down) {
 	p.pass(to, frame)
 }
 
-// pass sends a frame to ranks behind this rank, or at rank 0 to all ranks. A leader gets it once for the
-// ranks behind it.
+// pass sends a frame to ranks behind this rank, or to all of them if none are given. A leader gets it once for
+// the ranks behind it.
 func (p *process) pass(to []topo.Rank, frame []byte) {
+	if len(to) == 0 || len(to) == p.j.cfg.Ranks {
+		for _, q := range p.connected {
+			if q.combiner != nil {
+				p.send(q.rank, message.AppendAddressed(nil, nil, frame), content{})
+			} else {
+				p.send(q.rank, frame, content{})
+			}
+		}
+		return
+	}
 	for i := 0; i < len(to); {
 		first := i
 		hop := p.j.leaders.Hop(p.rank, to[first])
@@ -344,7 +373,11 @@ func (p *process) pass(to []topo.Rank, frame []byte) {
 		case hop == p.rank:
 		case p.j.all[hop].combiner != nil:
 			b := make([]byte, 0, 16+4*(i-first)+len(frame))
-			p.send(hop, message.AppendAddressed(b, to[first:i], frame), content{})
+			behind := to[first:i]
+			if len(behind) == p.j.all[hop].behind {
+				behind = nil
+			}
+			p.send(hop, message.AppendAddressed(b, behind, frame), content{})
 		default:
 			p.send(hop, frame, content{})
 		}
@@ -361,7 +394,7 @@ func (p *process) distribute(frame []byte) {
 	d := p.decode(frame)
 	p.combiner.Down(to, d)
 	p.pass(to, frame)
-	if slices.Contains(to, p.rank) {
+	if len(to) == 0 || slices.Contains(to, p.rank) {
 		p.apply(d)
 	}
 }
@@ -400,17 +433,22 @@ func (p *process) coordinatorStep(from topo.Rank, frame []byte) {
 		p.j.fail("rank %d: %w", from, err)
 		return
 	}
-	p.coordinated(1)
+	p.coordinated(1, false)
 	p.coord.Step(from, &p.up)
 }
 
-// coordinated spends the CPU time for a frame that stands for those of several ranks.
-func (p *process) coordinated(ranks int) {
+// coordinated spends the CPU time for a frame that stands for those of several ranks, or of all ranks behind a
+// leader.
+func (p *process) coordinated(ranks int, all bool) {
 	c := &p.j.cfg.Costs
 	has := count(&p.up)
 	p.spend(c.Part, 1)
 	p.spend(c.PartAsk, has.asks)
 	p.spend(c.Vote, has.votes)
+	if all {
+		p.spend(c.AskAll, ranks*has.asks)
+		return
+	}
 	if ranks > 1 && has.votes > 0 && has.asks == 0 {
 		p.spend(c.Led, ranks)
 		return
@@ -432,8 +470,12 @@ func (p *process) combinedStep(leader topo.Rank, frame []byte) {
 			p.j.fail("leader %d: %w", leader, err)
 			return
 		}
-		p.coordinated(len(part.Ranks))
-		p.coord.Relay(leader, part.Ranks, part.Held, &p.up)
+		ranks := len(part.Ranks)
+		if part.All {
+			ranks = p.j.all[leader].behind
+		}
+		p.coordinated(ranks, part.All)
+		p.coord.Relay(leader, part, &p.up)
 	}
 }
 

@@ -39,6 +39,7 @@ const (
 type Config struct {
 	Ranks, PerHost int
 	Policy         Policy
+	Group          int // with Levels, the greatest size of a group of leaders; 0 means 16, as in real jobs
 	Workload       *Workload
 	Steps          int           // number of training steps; in the first one nothing is cached
 	Bursts         int           // number of parts in which a rank submits the tensors of a step

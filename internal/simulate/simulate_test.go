@@ -36,15 +36,21 @@ func mustRun(t *testing.T, cfg Config) *Result {
 	return r
 }
 
+// policies has the policies. With groups of 2 leaders, leaders have leaders on two levels.
+var policies = []struct {
+	policy Policy
+	group  int
+}{{Star, 0}, {Leaders, 0}, {Levels, 0}, {Levels, 2}}
+
 // The same seed gives the same frames at the same times, and another seed gives others.
 func TestSeed(t *testing.T) {
-	for _, policy := range []Policy{Star, Leaders, Levels} {
+	for _, p := range policies {
 		digest := func(seed uint64) uint64 {
-			return mustRun(t, Config{Ranks: 64, Policy: policy, Workload: Small(40), Steps: 3, Bursts: 5,
+			return mustRun(t, Config{Ranks: 64, Policy: p.policy, Group: p.group, Workload: Small(40), Steps: 3, Bursts: 5,
 				Backward: 10 * time.Millisecond, Jitter: 0.1, Seed: seed}).Digest
 		}
 		if a, b, c := digest(1), digest(1), digest(2); a != b || a == c {
-			t.Errorf("%s: seeds 1, 1 and 2 give the digests %x, %x and %x", policy, a, b, c)
+			t.Errorf("%v: seeds 1, 1 and 2 give the digests %x, %x and %x", p, a, b, c)
 		}
 	}
 }
@@ -52,9 +58,9 @@ func TestSeed(t *testing.T) {
 // Every rank gets a verdict, which names the rank that was killed, or the ranks of a host that vanished that
 // had a connection to rank 0.
 func TestFaults(t *testing.T) {
-	for _, policy := range []Policy{Star, Leaders, Levels} {
+	for _, p := range policies {
 		connected := []topo.Rank{16}
-		if policy == Star {
+		if p.policy == Star {
 			connected = []topo.Rank{16, 17, 18, 19, 20, 21, 22, 23}
 		}
 		for _, c := range []struct {
@@ -67,9 +73,10 @@ func TestFaults(t *testing.T) {
 			{Fault{Rank: 16, Host: true}, connected, 12 * time.Second},
 			{Fault{Rank: 8}, []topo.Rank{8}, 10 * time.Millisecond}, // with levels, it leads rank 16
 		} {
-			r := mustRun(t, Config{Ranks: 64, Policy: policy, Workload: Small(4), Steps: 2, Fault: c.fault})
+			r := mustRun(t, Config{Ranks: 64, Policy: p.policy, Group: p.group, Workload: Small(4), Steps: 2,
+				Fault: c.fault})
 			if !slices.Equal(r.Blamed, c.want) || r.Verdict <= 0 || r.Verdict > c.most {
-				t.Errorf("%s: %+v: the verdict names %v after %v, want %v after at most %v", policy, c.fault,
+				t.Errorf("%v: %+v: the verdict names %v after %v, want %v after at most %v", p, c.fault,
 					r.Blamed, r.Verdict, c.want, c.most)
 			}
 		}

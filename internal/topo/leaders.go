@@ -1,7 +1,5 @@
 package topo
 
-import "math"
-
 // Leaders has for each rank the rank to which it sends its control frames, which passes them on: its leader,
 // or the rank itself if it has a control connection to rank 0. A leader may have a leader. Leaders is nil if
 // every rank has a control connection to rank 0.
@@ -73,12 +71,35 @@ func HostLeaders(hosts []string) (leaders Leaders, list []Rank) {
 	return leaders, list
 }
 
-// Group divides the given ranks, which have no leader, into groups, and makes the first rank of each group
-// the leader of the others. The size of the groups is the square root of the number of ranks, rounded up. The
-// last group may be smaller.
-func (l Leaders) Group(ranks []Rank) {
-	n := int(math.Ceil(math.Sqrt(float64(len(ranks)))))
-	for i, r := range ranks {
-		l[r] = ranks[i-i%n]
+// Group divides the given ranks, which have no leader, into groups of at most most ranks, and makes the first
+// rank of each group the leader of the others. It does the same with these leaders, and so on, as often as is
+// needed so that no group is too large, and with groups of about the same size on all levels. The ranks that
+// have no leader afterwards are no more than the size of a group. most must be at least 2.
+func (l Leaders) Group(ranks []Rank, most int) {
+	levels := 2
+	for !covers(most, levels, len(ranks)) {
+		levels++
 	}
+	size := 1
+	for !covers(size, levels, len(ranks)) {
+		size++
+	}
+	for ; levels > 1; levels-- {
+		var leaders []Rank
+		for i, r := range ranks {
+			if l[r] = ranks[i-i%size]; l[r] == r {
+				leaders = append(leaders, r)
+			}
+		}
+		ranks = leaders
+	}
+}
+
+// covers reports whether so many levels of groups of the given size have room for n ranks.
+func covers(size, levels, n int) bool {
+	room := 1
+	for ; levels > 0 && room < n; levels-- {
+		room *= size
+	}
+	return room >= n
 }
