@@ -46,8 +46,8 @@ type Combiner struct {
 }
 
 // ledRank is the leader or a rank behind it. The first one is the leader. It is also a group: a leader with a
-// connection to this leader together with the ranks behind it. What all ranks of a group have made is held for
-// the group, so that the cost does not depend on the number of its ranks.
+// connection to this leader together with the ranks behind it. What all ranks of a group have made is held
+// for the group, so that the cost does not depend on the number of its ranks.
 type ledRank struct {
 	rank     topo.Rank
 	members  []int         // of a group: its ranks, as indexes in ascending order
@@ -81,8 +81,8 @@ type part struct {
 type heldSet struct {
 	Set
 	// local are the members among Combiner.ranks, as indexes: first the ranks, then the groups, if all ranks
-	// behind the leader are members. size is the number of ranks in it. alone are the positions of groups and of
-	// ranks that are in no group, and every all positions.
+	// behind the leader are members. size is the number of ranks in it. alone are the positions of groups and
+	// of ranks that are in no group, and every all positions.
 	local        []int
 	size         int
 	alone, every []int
@@ -234,7 +234,8 @@ func (c *Combiner) Relay(leader topo.Rank, p *message.Part) {
 	c.apply(p.Frame)
 }
 
-// of returns the time of rank r. Only those of the last two ranks are known, and the others count as the first.
+// of returns the time of rank r. Only those of the last two ranks are known, and the others count as the
+// first.
 func (t *askTimes) of(r topo.Rank) time.Duration {
 	switch r {
 	case t.latestBy:
@@ -569,8 +570,8 @@ func (c *Combiner) askers(s *heldSet, q *message.Request) int {
 }
 
 // apart returns the ranks of a group, if m is one, something is held for ranks of groups, and the vote or
-// request of the group cannot be held as one, because a rank of it has made the same before. The result is also
-// the list of their positions in s.local. Otherwise apart returns nil.
+// request of the group cannot be held as one, because a rank of it has made the same before. The result is
+// also the list of their positions in s.local. Otherwise apart returns nil.
 func (c *Combiner) apart(s *heldSet, h *held, m int, has func(m int) bool) []int {
 	members := c.ranks[s.local[m]].members
 	if h.grouped > 0 && slices.ContainsFunc(members, has) {
@@ -579,8 +580,8 @@ func (c *Combiner) apart(s *heldSet, h *held, m int, has func(m int) bool) []int
 	return nil
 }
 
-// split is called before something is held for the rank m. If the same is held for the whole group of m, which
-// is a fault of the rank, split holds it for each rank of the group instead.
+// split is called before something is held for the rank m. If the same is held for the whole group of m,
+// which is a fault of the rank, split holds it for each rank of the group instead.
 func (c *Combiner) split(s *heldSet, h *held, m int, has func(m int) bool, move func(group, m int)) {
 	group := c.ranks[s.local[m]].group
 	if len(s.local) == s.size || group == 0 || !has(group) {
@@ -739,8 +740,8 @@ func extend[T any](s *[]T) *T {
 	return &(*s)[len(*s)-1]
 }
 
-// pass passes on a frame of the ranks c.from, not of a group. If other ranks have sent the same frame in this turn, and later
-// frames of none of the ranks were passed on, they share a part.
+// pass passes on a frame of the ranks c.from, not of a group. If other ranks have sent the same frame in this
+// turn, and later frames of none of the ranks were passed on, they share a part.
 func (c *Combiner) pass(frame []byte) {
 	first := 0
 	for _, i := range c.from {
@@ -1011,7 +1012,8 @@ func (c *Combiner) encode(x *part, p *message.Part) {
 	}
 	p.Ranks, p.Held, p.Frame = p.Ranks[:0], p.Held[:0], x.frame
 	groups := x.times
-	if p.All, p.First = x.asks && c.brief && x.count == c.size, 0; p.All {
+	p.All, p.First = x.asks && c.brief && x.count == c.size, 0
+	if p.All {
 		var times askTimes
 		for j, i := range x.ranks {
 			if c.ranks[i].members == nil {

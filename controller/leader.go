@@ -94,8 +94,8 @@ func (t *roster) seen(r topo.Rank) uint64 {
 	return k.acknowledged
 }
 
-// relayAll applies a frame that all ranks of a group have sent. It must have nothing but votes and requests in
-// the global set, and no rank may have joined or be about to leave. For all other frames relayAll changes
+// relayAll applies a frame that all ranks of a group have sent. It must have nothing but votes and requests
+// in the global set, and no rank may have joined or be about to leave. For all other frames relayAll changes
 // nothing and returns false. The cost for a vote does not depend on the number of ranks, and that for a
 // request hardly.
 func (c *Coordinator) relayAll(g *ledGroup, p *message.Part, up *message.Up) bool {
@@ -129,8 +129,8 @@ func (c *Coordinator) relayAll(g *ledGroup, p *message.Part, up *message.Up) boo
 	return true
 }
 
-// each returns the part p, which all ranks of a group have sent, with the list of these ranks. Those that p does
-// not name have the time of the first one.
+// each returns the part p, which all ranks of a group have sent, with the list of these ranks. Those that p
+// does not name have the time of the first one.
 func (c *Coordinator) each(g *ledGroup, p *message.Part) *message.Part {
 	x := &c.listed
 	x.Ranks, x.Held, x.Frame = g.ranks, x.Held[:0], p.Frame

@@ -597,8 +597,8 @@ func TestLeaderOfAll(t *testing.T) {
 		want   string
 	}{{1, "it leads no rank"}, {2, "second request"}} {
 		c := controller.NewCoordinator(leaderConfig(), 0)
-		c.Relay(x.leader, &message.Part{All: true, Ranks: []topo.Rank{x.leader, x.leader}, Held: []uint32{0, 0}},
-			asks)
+		c.Relay(x.leader, &message.Part{All: true, Ranks: []topo.Rank{x.leader, x.leader},
+			Held: []uint32{0, 0}}, asks)
 		outs := c.Ready()
 		if len(outs) == 0 || !slices.Equal(outs[0].Down.Ranks, []topo.Rank{x.leader}) ||
 			!strings.Contains(outs[0].Down.Reason, x.want) {
@@ -635,8 +635,8 @@ func TestLongestVerdict(t *testing.T) {
 	}
 }
 
-// A leader holds what all ranks behind another leader have made as one, with the times of the first and the last
-// two. If it must pass it on before the others have made it, it lists the ranks.
+// A leader holds what all ranks behind another leader have made as one, with the times of the first and the
+// last two. If it must pass it on before the others have made it, it lists the ranks.
 func TestLeaderHoldsGroups(t *testing.T) {
 	news := func(hits ...uint32) []byte {
 		up, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Seen: 1,
@@ -647,8 +647,8 @@ func TestLeaderHoldsGroups(t *testing.T) {
 		return up
 	}
 	all := func(first, latest, second uint32, hits ...uint32) *message.Part {
-		return &message.Part{All: true, First: first, Ranks: []topo.Rank{4, 3}, Held: []uint32{latest, second},
-			Frame: news(hits...)}
+		return &message.Part{All: true, First: first, Ranks: []topo.Rank{4, 3},
+			Held: []uint32{latest, second}, Frame: news(hits...)}
 	}
 	const now = time.Second
 	for _, test := range []struct {
@@ -685,7 +685,8 @@ func TestLeaderHoldsGroups(t *testing.T) {
 			c.Relay(2, &message.Part{Ranks: []topo.Rank{3}, Held: []uint32{7}, Frame: news(0)})
 		}, "[2 3 4] [900 200 100] up seen=1 set=0 hits=1; [3] [7] up seen=1 set=0 hits=1"},
 	} {
-		c := controller.NewCombiner(1, topo.Leaders{0, 1, 1, 2, 2, 1}, []controller.Set{controller.Global(6)}, 0)
+		c := controller.NewCombiner(1, topo.Leaders{0, 1, 1, 2, 2, 1},
+			[]controller.Set{controller.Global(6)}, 0)
 		c.Tick(now)
 		c.Down(nil, &message.Down{Type: message.DownCycle, Cycle: 1, Brief: test.brief,
 			Sets: []message.DownSet{{

@@ -25,8 +25,8 @@ type roster struct {
 // rankState is the state of a rank at the coordinator.
 type rankState struct {
 	// acknowledged is the last cycle that the rank has acknowledged, and received the time at which its last
-	// frame arrived, without frames that its whole group has sent (roster.seen, roster.lastReceived). group is
-	// nil if no rank is behind the rank, and it has a connection to rank 0.
+	// frame arrived, without frames that its whole group has sent (roster.seen, roster.lastReceived). group
+	// is nil if no rank is behind the rank, and it has a connection to rank 0.
 	acknowledged uint64
 	received     time.Duration
 	group        *ledGroup

@@ -52,8 +52,8 @@ func (f *frames) fill() bool {
 	return n > 0 || err != nil
 }
 
-// drained reports whether nothing more has arrived, as far as is known without another read: the last read was
-// short, and next has returned all of its frames.
+// drained reports whether nothing more has arrived, as far as is known without another read: the last read
+// was short, and next has returned all of its frames.
 func (f *frames) drained() bool { return f.short && f.at == len(f.buf) }
 
 // next returns the oldest complete frame that it has not returned yet. After the last frame it returns the

@@ -30,9 +30,9 @@ const (
 
 // Leaders returns the leaders of a job of more than above ranks (0 selects 64). hosts has the host of each
 // rank. The leader of a host is its lowest rank. The ranks of rank 0's host have no leader. If there are more
-// than levels other hosts (0 selects 64, or above if that is greater), their leaders have leaders, in groups of
-// at most 16, or of at most levels if that is given. The result is the same at all ranks. It is nil if every
-// rank has a connection to rank 0.
+// than levels other hosts (0 selects 64, or above if that is greater), their leaders have leaders, in groups
+// of at most 16, or of at most levels if that is given. The result is the same at all ranks. It is nil if
+// every rank has a connection to rank 0.
 func Leaders(hosts []string, size, above, levels int) topo.Leaders {
 	above = cmp.Or(above, leadersAbove)
 	if size <= above || len(hosts) != size {
@@ -196,8 +196,8 @@ func (l *Links) Down(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	return l.sendOver(k, frame)
 }
 
-// DownAll sends a frame from rank 0 to all ranks, at rank 0, or to all ranks behind this rank, at a leader. It
-// does the same as Downs, but its cost does not depend on the number of ranks.
+// DownAll sends a frame from rank 0 to all ranks, at rank 0, or to all ranks behind this rank, at a leader.
+// It does the same as Downs, but its cost does not depend on the number of ranks.
 func (l *Links) DownAll(frame []byte, failed []Event) []Event {
 	for _, k := range l.all {
 		k.every = l.cfg.Rank == 0 || k.peer != l.Upstream()

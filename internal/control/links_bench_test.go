@@ -12,9 +12,9 @@ import (
 	"github.com/gohvd/gohvd/internal/testcluster"
 )
 
-// BenchmarkFrames measures the processor time that rank 0 needs to receive a frame from each of its connections
-// and to send one to each, over TCP on loopback. It does not wait for the frames: all of them have arrived, or
-// one of them ("alone"), as in a turn of its loop that finds a single frame.
+// BenchmarkFrames measures the processor time that rank 0 needs to receive a frame from each of its
+// connections and to send one to each, over TCP on loopback. It does not wait for the frames: all of them
+// have arrived, or one of them ("alone"), as in a turn of its loop that finds a single frame.
 func BenchmarkFrames(b *testing.B) {
 	for _, peers := range []int{7, 20, 52} {
 		for _, arrived := range []string{"together", "alone"} {

@@ -24,8 +24,8 @@ func star(tb testing.TB, meshes []transport.Mesh) []*control.Links {
 		mesh.OnNotify(func() {})
 		opened.Go(func() {
 			var err error
-			if links[r], err = control.Open(tb.Context(), control.Config{Rank: topo.Rank(r), Size: len(meshes),
-				Mesh: mesh, Sent: func() {}}); err != nil {
+			if links[r], err = control.Open(tb.Context(), control.Config{Rank: topo.Rank(r),
+				Size: len(meshes), Mesh: mesh, Sent: func() {}}); err != nil {
 				tb.Error(err)
 			}
 		})

@@ -146,8 +146,9 @@ func checkLed(links *control.Links, leader topo.Rank, ranks []topo.Rank) error {
 	return fmt.Errorf("got frames of %s, which it does not lead", topo.FormatRanks(ranks))
 }
 
-// distribute passes on a frame from rank 0 to the ranks behind this rank that it is for, which are all of them
-// and this rank if it names none. This rank applies it last, so that its own work does not delay the other ranks.
+// distribute passes on a frame from rank 0 to the ranks behind this rank that it is for, which are all of
+// them and this rank if it names none. This rank applies it last, so that its own work does not delay the
+// other ranks.
 func (e *Engine) distribute(frame []byte) {
 	s := &e.scratch
 	to, frame, err := message.DecodeAddressed(frame, s.to)

@@ -70,7 +70,8 @@ func DecodeCombined(b []byte, parts []Part) ([]Part, error) {
 		p := grow(&parts)
 		p.Ranks, p.Held = p.Ranks[:0], p.Held[:0]
 		n := d.count(8)
-		if p.All, p.First = n == 0, 0; p.All {
+		p.All, p.First = n == 0, 0
+		if p.All {
 			p.First, n = d.u32(), lastOfAll
 		}
 		for range n {

@@ -19,8 +19,8 @@ type Costs struct {
 	// Part is what the coordinator needs to decode a frame, or a part of a combined frame, and PartAsk for a
 	// request in it. Vote is what it needs for a vote in a part, and Led for each rank for which a part with
 	// nothing but votes stands, from the frame to the grant. For other parts it needs Step for each rank, and
-	// Ask for each request of a rank. If a part stands for all ranks behind a leader, it needs only AskAll for
-	// each request of each rank. DecideBit and DecideFull are for a tensor that is granted, and Scan for
+	// Ask for each request of a rank. If a part stands for all ranks behind a leader, it needs only AskAll
+	// for each request of each rank. DecideBit and DecideFull are for a tensor that is granted, and Scan for
 	// each rank and process set about which a cycle decides.
 	Part, PartAsk, Vote, Led, Step, Ask, AskAll, DecideBit, DecideFull, Scan time.Duration
 
@@ -72,7 +72,8 @@ var Measured = Costs{
 	DecideFull: 1500, // C: 8/161/0 and 8/1/0 without 8 requests, (1420 - 26) / 160 - 8 * 0.9
 	Scan:       20,   // assumed: controller.decide visits each rank for each set; in Step for one set
 
-	// J/ranks=1024 with -cpuprofile: 962.8 ms of CPU time / 1024 ranks, of which the root's goroutines use 27 %
+	// J/ranks=1024 with -cpuprofile: 962.8 ms of CPU time / 1024 ranks, of which the root's goroutines use 27
+	// %
 	Admit:  260 * time.Microsecond,
 	Record: 9 * time.Microsecond, // J: (83.0 ms - 64 * 2 * 0.38 ms) / 64 / 64, both rounded
 

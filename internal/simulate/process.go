@@ -351,8 +351,8 @@ func (p *process) sendDown(to []topo.Rank, d *message.Down) {
 	p.pass(to, frame)
 }
 
-// pass sends a frame to ranks behind this rank, or to all of them if none are given. A leader gets it once for
-// the ranks behind it.
+// pass sends a frame to ranks behind this rank, or to all of them if none are given. A leader gets it once
+// for the ranks behind it.
 func (p *process) pass(to []topo.Rank, frame []byte) {
 	if len(to) == 0 || len(to) == p.j.cfg.Ranks {
 		for _, q := range p.connected {
@@ -437,8 +437,8 @@ func (p *process) coordinatorStep(from topo.Rank, frame []byte) {
 	p.coord.Step(from, &p.up)
 }
 
-// coordinated spends the CPU time for a frame that stands for those of several ranks, or of all ranks behind a
-// leader.
+// coordinated spends the CPU time for a frame that stands for those of several ranks, or of all ranks behind
+// a leader.
 func (p *process) coordinated(ranks int, all bool) {
 	c := &p.j.cfg.Costs
 	has := count(&p.up)

@@ -46,8 +46,8 @@ var policies = []struct {
 func TestSeed(t *testing.T) {
 	for _, p := range policies {
 		digest := func(seed uint64) uint64 {
-			return mustRun(t, Config{Ranks: 64, Policy: p.policy, Group: p.group, Workload: Small(40), Steps: 3, Bursts: 5,
-				Backward: 10 * time.Millisecond, Jitter: 0.1, Seed: seed}).Digest
+			return mustRun(t, Config{Ranks: 64, Policy: p.policy, Group: p.group, Workload: Small(40),
+				Steps: 3, Bursts: 5, Backward: 10 * time.Millisecond, Jitter: 0.1, Seed: seed}).Digest
 		}
 		if a, b, c := digest(1), digest(1), digest(2); a != b || a == c {
 			t.Errorf("%v: seeds 1, 1 and 2 give the digests %x, %x and %x", p, a, b, c)

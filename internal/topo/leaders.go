@@ -87,7 +87,8 @@ func (l Leaders) Group(ranks []Rank, most int) {
 	for ; levels > 1; levels-- {
 		var leaders []Rank
 		for i, r := range ranks {
-			if l[r] = ranks[i-i%size]; l[r] == r {
+			l[r] = ranks[i-i%size]
+			if l[r] == r {
 				leaders = append(leaders, r)
 			}
 		}

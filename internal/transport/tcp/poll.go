@@ -89,8 +89,8 @@ const (
 )
 
 // maybe reports whether data or an error may have arrived on c. It is called before each read from c, by the
-// goroutine that polls. If there are many channels, a call for each of them in turn makes only one system call:
-// the first one finds the channels with data, and it is repeated when c is asked for a second time.
+// goroutine that polls. If there are many channels, a call for each of them in turn makes only one system
+// call: the first one finds the channels with data, and it is repeated when c is asked for a second time.
 func (p *poller) maybe(c *conn) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -137,8 +137,8 @@ func (p *poller) remove(c *conn) {
 	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 }
 
-// change calls epoll_ctl with the operation op for the socket of c, and returns its descriptor. The caller holds
-// mu.
+// change calls epoll_ctl with the operation op for the socket of c, and returns its descriptor. The caller
+// holds mu.
 func (p *poller) change(op int, c *conn) (fd int32, err error) {
 	if p.closed {
 		return 0, net.ErrClosed
