@@ -19,6 +19,7 @@ import threading
 import time
 import unittest
 import unittest.mock
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from cluster_jobs import ELEMENTS, HOSTS, ISOLATED, place, sum_of_ranks, two_hos
 from programs import Bounded
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
-_LIMIT_SECONDS = 60.0
+_LIMIT_SECONDS = 300.0
 
 
 def fail_at(rank: int, how: str) -> Any:
@@ -150,6 +151,19 @@ def daemon(*command: str) -> Any:
             process.wait()
 
 
+def node(command: Sequence[str], joined: Callable[[], bool]) -> tuple[contextlib.ExitStack, subprocess.Popen[bytes]]:
+    """Starts a node, and again if it ends before it has joined the cluster, because Ray has time limits for its own parts."""
+    deadline = time.monotonic() + 2 * _LIMIT_SECONDS
+    while True:
+        with contextlib.ExitStack() as context:
+            process = context.enter_context(daemon(*command))
+            while process.poll() is None:
+                if joined():
+                    return context.pop_all(), process
+                assert time.monotonic() < deadline, f"the node has not started: {command}"
+                time.sleep(0.05)
+
+
 class Trainer:
     """The class of Horovod's examples for ``start(executable_cls=...)``."""
 
@@ -164,6 +178,8 @@ class Trainer:
 class RayCluster(Bounded):
     """The tests of a class share one cluster. Each makes its own executors."""
 
+    seconds = 1200  # on a busy machine, nodes and workers take minutes to start
+
     @classmethod
     def setUpClass(cls) -> None:
         stack = contextlib.ExitStack()
@@ -174,27 +190,31 @@ class RayCluster(Bounded):
         inside = stack.enter_context(two_hosts())
         cls.address = f"{HOSTS[0]}:6399"
         cls.start_node = (*inside, *ray_start(HOSTS[1]), "--address", cls.address)  # type: ignore[attr-defined]
-        stack.enter_context(daemon(*ray_start(HOSTS[0]), "--head", "--port", "6399", "--include-dashboard=false"))
-        cls.node = stack.enter_context(contextlib.ExitStack())
-        cls.node_process = cls.node.enter_context(daemon(*cls.start_node))
-        deadline = time.monotonic() + _LIMIT_SECONDS
-        while True:
+
+        def connected() -> bool:
             with contextlib.suppress(ConnectionError):
                 ray.init(address=cls.address, _node_ip_address=HOSTS[0], log_to_driver=False)
-                break
-            assert time.monotonic() < deadline, "the head node has not started"
+                return True
+            return False
+
+        head = *ray_start(HOSTS[0]), "--head", "--port", "6399", "--include-dashboard=false"
+        stack.enter_context(node(head, connected)[0])
         stack.callback(ray.shutdown)
-        while len(RayHostDiscovery().find_available_hosts_and_slots()) < 2:
-            assert time.monotonic() < deadline, "the second node has not started"
-            time.sleep(0.05)
+        cls.node = stack.enter_context(contextlib.ExitStack())
+        cls.start_second()
+
+    @classmethod
+    def start_second(cls) -> None:
+        context, cls.node_process = node(cls.start_node, lambda: len(RayHostDiscovery().find_available_hosts_and_slots()) == 2)
+        cls.node.enter_context(context)
 
     def executor(self, start: dict[str, Any] | None = None, **args: Any) -> RayExecutor:
-        made = RayExecutor(RayExecutor.create_settings(timeout_s=120), **args)
+        made = RayExecutor(RayExecutor.create_settings(timeout_s=_LIMIT_SECONDS), **args)
         self.addCleanup(made.shutdown)
         made.start(**(start or {}))
         return made
 
-    def elastic(self, *args: Any, timeout_s: float = 60, **settings: Any) -> ElasticRayExecutor:
+    def elastic(self, *args: Any, timeout_s: float = _LIMIT_SECONDS, **settings: Any) -> ElasticRayExecutor:
         return ElasticRayExecutor(ElasticRayExecutor.create_settings(*args, timeout_s=timeout_s, **settings))
 
     def wait_until(self, condition: Any, message: str) -> None:
@@ -310,7 +330,7 @@ class RayTest(RayCluster):
         script = (
             "import ray, sys, ray_jobs, gohvd.ray\n"
             "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-            "executor = gohvd.ray.RayExecutor(num_workers=2)\n"
+            "executor = gohvd.ray.RayExecutor(gohvd.ray.RayExecutor.create_settings(timeout_s=300), num_workers=2)\n"
             "executor.start()\n"
             "open(sys.argv[2] + '/' + str(executor._store._process.pid), 'w').close()\n"
             "executor.run(ray_jobs.run_until_killed, [sys.argv[2]])\n"
@@ -318,7 +338,7 @@ class RayTest(RayCluster):
         elastic = (
             "import functools, ray, sys, ray_jobs, gohvd.ray\n"
             "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-            "executor = gohvd.ray.ElasticRayExecutor(gohvd.ray.ElasticRayExecutor.create_settings(3, 3))\n"
+            "executor = gohvd.ray.ElasticRayExecutor(gohvd.ray.ElasticRayExecutor.create_settings(3, 3, timeout_s=300))\n"
             "executor.run(functools.partial(ray_jobs.run_until_killed, sys.argv[2]))\n"
         )
         for text in script, elastic:
@@ -393,7 +413,7 @@ class RayLongTest(RayCluster):
                     os.kill(int(pid), signal.SIGKILL)
                 self.node.close()
                 self.wait_until(dead.exists, "the ranks have not gone on without the node")
-                self.node.enter_context(daemon(*self.start_node))
+                self.start_second()
 
             thread = threading.Thread(target=lose_node)
             thread.start()
