@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -16,25 +17,14 @@ import (
 )
 
 // TestBindTo runs a job of two ranks with HVD_BIND_TO=core, under hvdrun, which binds the processes, and
-// under MPICH, where Init binds the threads. While the job runs, all threads of a rank may use the cores of
-// the rank and no others, although ranks that wait for each other move their threads. Under MPICH, the
-// threads may use all cores again after Shutdown, and the next Init binds them again.
+// under Open MPI and MPICH, where Init binds the threads. In another job, Open MPI itself binds each process
+// to a core. While the job runs, all threads of a rank may use the cores of the rank and no others, although
+// ranks that wait for each other move their threads. If Init has bound them, they may use all cores again
+// after Shutdown, and the next Init binds them again. TestUnderSlurm does the same with srun.
 func TestBindTo(t *testing.T) {
-	all, err := binding.Allowed()
-	if err != nil {
-		t.Fatal(err)
-	}
-	top, err := binding.Read(os.DirFS("/"), all)
-	if err != nil {
-		t.Fatal(err)
-	}
-	want := make([]string, 2)
-	for r := range want {
-		cpus, err := top.Place(binding.Core, r, len(want))
-		if err != nil {
-			t.Skip("two ranks need two cores: ", err)
-		}
-		want[r] = cpus.String()
+	all, half, one := placesOfTwo(t)
+	if all == nil {
+		t.Skip("two ranks need two cores")
 	}
 	self, err := os.Executable()
 	if err != nil {
@@ -43,13 +33,16 @@ func TestBindTo(t *testing.T) {
 	for _, c := range []struct {
 		program string
 		args    []string
-		after   func(rank int) string // the CPUs of the threads after Shutdown
+		in      []string // the CPUs of each rank in the job
+		after   []string // and after Shutdown
 	}{
-		{hvdrunPath, []string{"-np", "2", "--tag-output=false", "--bind-to", "core"},
-			func(rank int) string { return want[rank] }},
-		{"mpiexec.mpich", []string{"-n", "2"}, func(int) string { return all.String() }},
+		{hvdrunPath, []string{"-np", "2", "--tag-output=false", "--bind-to", "core"}, half, half},
+		{"mpirun.openmpi", []string{"--allow-run-as-root", "--bind-to", "none", "-np", "2"}, half, all},
+		{"mpirun.openmpi", []string{"--allow-run-as-root", "--bind-to", "core", "-np", "2", "env", "HVD_BIND_TO=none"},
+			one, one},
+		{"mpiexec.mpich", []string{"-n", "2"}, half, all},
 	} {
-		t.Run(c.program, func(t *testing.T) {
+		t.Run(strings.Join(append([]string{filepath.Base(c.program)}, c.args...), " "), func(t *testing.T) {
 			if _, err := exec.LookPath(c.program); err != nil {
 				t.Skip(err)
 			}
@@ -61,19 +54,57 @@ func TestBindTo(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%v\n%s", err, out)
 			}
-			for r := range want {
-				for _, line := range []string{
-					fmt.Sprintf("rank %d round 0 in the job: %s\n", r, want[r]),
-					fmt.Sprintf("rank %d round 0 after Shutdown: %s\n", r, c.after(r)),
-					fmt.Sprintf("rank %d round 1 in the job: %s\n", r, want[r]),
-				} {
-					if !strings.Contains(string(out), line) {
-						t.Errorf("no rank says %q:\n%s", line, out)
-					}
+			for _, line := range boundLines(c.in, c.after) {
+				if !strings.Contains(string(out), line) {
+					t.Errorf("no rank says %q:\n%s", line, out)
 				}
 			}
 		})
 	}
+}
+
+// placesOfTwo returns the CPUs that each of two ranks on this host may use if they are not bound, if they are
+// bound to cores, which they then share equally, and if each is bound to one core. It returns nil if this
+// process may use only one core.
+func placesOfTwo(t *testing.T) (all, half, one []string) {
+	allowed, err := binding.Allowed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	top, err := binding.Read(os.DirFS("/"), allowed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	place := func(rank, size int) string {
+		cpus, err := top.Place(binding.Core, rank, size)
+		if err != nil {
+			return ""
+		}
+		return cpus.String()
+	}
+	cores := 1
+	for place(0, cores+1) != "" {
+		cores++
+	}
+	if cores < 2 {
+		return nil, nil, nil
+	}
+	for r := range 2 {
+		all = append(all, allowed.String())
+		half, one = append(half, place(r, 2)), append(one, place(r, cores))
+	}
+	return all, half, one
+}
+
+// boundLines returns the lines that the program bound prints at ranks with these CPUs.
+func boundLines(in, after []string) (lines []string) {
+	for r := range in {
+		lines = append(lines,
+			fmt.Sprintf("rank %d round 0 in the job: %s\n", r, in[r]),
+			fmt.Sprintf("rank %d round 0 after Shutdown: %s\n", r, after[r]),
+			fmt.Sprintf("rank %d round 1 in the job: %s\n", r, in[r]))
+	}
+	return lines
 }
 
 // TestBindToRefused runs jobs whose ranks cannot be bound. The error must say why.

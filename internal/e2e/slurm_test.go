@@ -140,4 +140,11 @@ func TestUnderSlurm(t *testing.T) {
 		"-np: got 4 ranks, but the allocation of Slurm is for 2 tasks \\(n1 has 1, n2 has 1\\): ask Slurm for more")
 	run("heterogeneous", `salloc --quiet -n1 : -n2 bash -c 'srun --het-group=0,1 SELF; HVDRUN SELF || true'`,
 		append(places(1, 2), "this is a heterogeneous job of Slurm: name the hosts")...)
+	if all, half, _ := placesOfTwo(t); all != nil {
+		run("srun with bound ranks", "HVD_BIND_TO=core "+programVariable+"=bound srun -N1 -n2 SELF",
+			boundLines(half, all)...)
+		half = slices.Concat(half, half)
+		run("hvdrun with bound ranks", programVariable+"=bound salloc --quiet -N2 --ntasks-per-node=2 "+
+			"HVDRUN --tag-output=false --bind-to core SELF", boundLines(half, half)...)
+	}
 }
