@@ -51,6 +51,23 @@ if [ "${1-}" = jobs ]; then # in a cluster
 	done
 	[ -z "$(find "$work" -maxdepth 1 -name '.gohvd-*')" ] || fail "srun.sbatch has left the job's secret"
 
+	(umask 077 && head -c 32 /dev/urandom | base64 >"$work/secret")
+	export HVD_SECRET_FILE=$work/secret
+	cat >"$work/share.py" <<END
+import sys
+sys.path.append("$PWD/python/tests")
+from cluster_jobs import ELEMENTS, sum_of_ranks
+total, sent = sum_of_ranks()
+print(f"sum {total:g}, sent {sent / (4 * ELEMENTS):.1f} times the elements", flush=True)
+END
+	for launcher in srun hvdrun; do
+		# Both nodes are this machine. Without HVD_HOSTID, all ranks under srun would share memory.
+		job <<<"exec $launcher sh -c 'HVD_HOSTID=\${HOROVOD_HOSTNAME-\$SLURMD_NODENAME} exec python3 $work/share.py'"
+		batch job --nodes=2 --ntasks-per-node=2
+		# Each node sends all elements once, both over loopback. Without shared memory, it would be six times.
+		[ "$(grep -cE 'sum 6, sent 2\.[0-4] times' "$work/out")" = 4 ] || fail "$launcher: the ranks of a node do not share memory"
+	done
+
 	cat >"$work/until.py" <<'END'
 import signal
 
@@ -65,8 +82,6 @@ while not hvd.allreduce(torch.tensor(float(len(stop))), name="stop", op=hvd.Max)
     pass
 print("rank", hvd.rank(), "has saved its state", flush=True)
 END
-	(umask 077 && head -c 32 /dev/urandom | base64 >"$work/secret")
-	export HVD_SECRET_FILE=$work/secret
 	for way in "srun USR1@30 exec srun python3" "hvdrun B:USR1@30 exec hvdrun python3"; do
 		read -r name signal command <<<"$way"
 		job <<<"$command $work/until.py"

@@ -1,4 +1,4 @@
-"""What the tests of jobs on Ray and Spark have in common: two hosts, and what ranks do."""
+"""What the tests of clusters have in common: two hosts, and what ranks do."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def sum_of_ranks() -> tuple[float, int]:
     hvd.init()
     x = np.full(ELEMENTS, hvd.rank(), np.float32)
     hvd.allreduce(x, op=hvd.Sum, name="first")
+    hvd.barrier()
     before = traffic()
     total = hvd.allreduce(x, op=hvd.Sum, name="second")
     hvd.barrier()
