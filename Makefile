@@ -364,7 +364,7 @@ KUBERNETES_SCHEMAS = k8s.io/kubernetes@v1.37.2/api/openapi-spec/swagger.json \
 .PHONY: kubernetes
 kubernetes: python-programs ## check the manifests by the schemas of Kubernetes and its operators, and run their pods; needs root, PyPI and a Go proxy
 	for file in $(KUBERNETES_SCHEMAS); do echo "$${file%%@*}@$$(cut -d/ -f1 <<<"$${file#*@}")"; done | xargs $(GO) mod download
-	cd "$$($(GO) env GOMODCACHE)"; PYTHON="$$($(CURDIR)/scripts/new-torch.sh)" PYTHONPATH="$(CURDIR)/python" \
+	cd "$$($(GO) env GOMODCACHE)"; PYTHON="$$($(CURDIR)/scripts/new-torch.sh)" PYTHONPATH="$(CURDIR)/python:$(CURDIR)/python/tests" \
 		HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" "$(PYTHON)" -B "$(CURDIR)/scripts/kubernetes-check.py" $(KUBERNETES_SCHEMAS)
 
 .PHONY: image

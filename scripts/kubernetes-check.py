@@ -21,25 +21,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
 
 MANIFESTS = pathlib.Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0  # of a busy machine
 # How much later than the others a pod starts. Without a setting, ranks wait 30 s for each other.
 LATE_SECONDS = 33.0
 
 # The program of the pods, in place of examples/pytorch_digits.py. It prints a line before it waits for the other ranks, and
-# when the ranks have met. It ends when the file end is there.
+# when the ranks have met. If pods have several ranks, it prints how much each pod sends for an allreduce. It ends when the
+# file end is there.
 PROGRAM = """
 import os
 import numpy as np
+import cluster_jobs
 import gohvd.numpy as hvd
 print("waits", flush=True)
 hvd.init()
 total = hvd.allreduce(np.array([float(hvd.rank())]), op=hvd.Sum, name="first")[0]
 print(f"rank {hvd.rank()} of {hvd.size()}: sum {total:g}", flush=True)
+if hvd.local_size() > 1:
+    print(f"sent {cluster_jobs.sum_of_ranks()[1] / (4 * cluster_jobs.ELEMENTS):.1f} times the elements", flush=True)
 while not hvd.allreduce(np.array([os.path.exists("/opt/gohvd/end")], np.int32), op=hvd.Max, name="end")[0]:
     pass
 """
@@ -242,16 +247,16 @@ class Pods:
 
         self.wait("the ranks to meet", lambda: all(met(name) for name in {pod[0] for pod in self.running}))
 
-    def end(self, want: list[int]) -> None:
-        """Waits until all pods have ended. The pods of each manifest must have these statuses."""
+    def end(self, want: Callable[[Pod], Sequence[int]]) -> None:
+        """Waits until all pods have ended. Each must have one of the statuses that want returns for it."""
         for pod, process in self.running.items():
-            if process.wait(LIMIT_SECONDS) != want[pod[1]]:
-                raise RuntimeError(f"pod {pod[1]} has status {process.returncode}, want {want}:\n" + self.logs(pod[0]))
+            if process.wait(LIMIT_SECONDS) not in want(pod):
+                raise RuntimeError(f"{pod} has status {process.returncode}, want {want(pod)}:\n" + self.logs(pod[0]))
 
     def finish(self) -> None:
         """Makes the programs end, and forgets the pods."""
         (self.program / "end").touch()
-        self.end([0] * len(self.running))
+        self.end(lambda _: [0])
         self.clear()
 
     def clear(self) -> None:
@@ -351,20 +356,25 @@ def late_pod(pods: Pods) -> None:
 
 
 def lost_pod(pods: Pods) -> None:
-    """Ends a pod of each job whose ranks are the first programs of the containers."""
-    ranks = {name: job for name, job in jobs().items() if name != "trainjob.yaml"}
+    """Ends a pod of each job. Then the pods start again at other addresses, if the manifest says so."""
+    ranks = jobs()
 
     def start(name: str) -> None:
         for i, pod in enumerate(ranks[name]):
             pods.start((name, i), *pod)
 
     for number in signal.SIGKILL, signal.SIGTERM:  # SIGTERM is for a pod that is preempted or evicted
+
+        def statuses(pod: Pod) -> list[int]:
+            # torchrun has a handler for SIGTERM, and unshare, which has started it, may end with 1 after its SIGKILL.
+            return [1] if pod[1] != 2 else [1, -number] if pod[0] == "trainjob.yaml" else [-number]
+
         for name in ranks:
             start(name)
         pods.meet()
         for name in ranks:
             pods.send((name, 2), number)
-        pods.end([1, 1, -number, 1])
+        pods.end(statuses)
         for pod in pods.running:
             assert pod[1] == 2 or "rank 2 failed" in pods.log(pod), pods.log(pod)
         for name in ranks:
@@ -372,14 +382,15 @@ def lost_pod(pods: Pods) -> None:
         if number == signal.SIGKILL:
             pods.clear()
 
-    # With a backoffLimit, Kubernetes starts the pods again, at other addresses.
-    before = pods.names["train-0.train"]
-    pods.running = {}
-    start("indexed-job.yaml")
-    assert pods.names["train-0.train"] != before
+    before, pods.running = dict(pods.names), {}
+    again = [name for name in ranks if name != "pytorchjob.yaml"]  # indexed-job.yaml with a backoffLimit
+    for name in again:
+        start(name)
+    assert pods.names["train-0.train"] != before["train-0.train"]
     pods.meet(2)
     pods.finish()
-    say("indexed-job.yaml: the ranks of pods that come back at other addresses have met")
+    for name in again:
+        say(f"{name}: the ranks of pods that come back at other addresses have met")
 
 
 def mpi_job(pods: Pods) -> None:
@@ -400,17 +411,27 @@ def mpi_job(pods: Pods) -> None:
     order = [start_launcher, start_workers]
     if spec.get("launcherCreationPolicy") == "WaitForWorkersReady":
         order.reverse()
-    order[0]()
-    time.sleep(3)  # it may last much longer until the other pods have started
-    order[1]()
-    pods.meet(ranks=slots * len(names))
-    (pods.program / "end").touch()
-    if pods.running[launcher].wait(LIMIT_SECONDS):
-        raise RuntimeError(pods.log(launcher))
-    for process in pods.running.values():  # as cleanPodPolicy says
-        process.kill()
-    pods.clear()
-    say("mpijob.yaml: all ranks have met and ended")
+    for lost in None, signal.SIGKILL, signal.SIGTERM:
+        order[0]()
+        time.sleep(3)  # it may last much longer until the other pods have started
+        order[1]()
+        pods.meet(ranks=slots * len(names))
+        if lost is None:
+            (pods.program / "end").touch()
+        else:
+            pods.send(("mpijob.yaml", 1), lost)
+        status, log = pods.running[launcher].wait(LIMIT_SECONDS), pods.log(launcher)
+        for process in pods.running.values():  # as cleanPodPolicy says
+            process.kill()
+            process.wait()
+        if lost is None:
+            # Each pod sends all elements once. If its ranks did not share memory, they would send three times as much.
+            assert status == 0 and log.count("sent 1.0 times the elements") == slots * len(names), log
+            say("mpijob.yaml: all ranks have met and ended, and those of a pod share memory")
+        else:
+            assert status != 0 and names[1] in log, log
+            say(f"mpijob.yaml: after {lost.name} to a pod, the job fails, and hvdrun names the pod")
+        pods.clear()
 
 
 def main(schemas: list[str]) -> None:
