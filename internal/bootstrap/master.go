@@ -11,6 +11,7 @@ import (
 	"sync"
 	"syscall"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )
@@ -65,7 +66,8 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
 		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want \"port,word\"", master)
 	}
-	if err := e.adoptTorchSecret(ctx, o, m, word); err != nil {
+	err = dial.Retry(ctx, func() error { return e.adoptTorchSecret(ctx, o, m, word) })
+	if err != nil {
 		return err
 	}
 	m.onMet(func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })

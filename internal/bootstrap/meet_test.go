@@ -539,15 +539,23 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one",
 		"TORCHELASTIC_RESTART_COUNT", "3")...)
 
-	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
-		t.Errorf("count is %q, %v", v, err)
-	}
 	// Any process can read the TCPStore. So it must contain only the name of the socket at which rank 0 hands
-	// over the secret. The socket must be closed when the ranks have met.
-	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
+	// over the secret. The socket must be closed and the name be gone when the ranks have met.
+	const shared = "/gohvd/shown/2/" + torchSecretKey
+	m, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "shown")[0].Meet(testnet.Context(t), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	word, err := h.Get(t.Context(), shared)
 	name, ok := strings.CutPrefix(string(word), wordSocket)
 	if err != nil || !ok || checkHandoverName(name) != nil {
 		t.Errorf("the store has %q, %v, want the name of a socket", word, err)
+	}
+	if err := errors.Join(m.Met(t.Context()), m.Close()); err != nil {
+		t.Error(err)
+	}
+	if _, there, err := h.TryGet(t.Context(), shared); there || err != nil {
+		t.Errorf("the name of the socket is still in the store after the meeting (%v)", err)
 	}
 	if _, err := takeOver(t.Context(), name); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("taking over the secret after the meeting: got %v, want %v", err, syscall.ECONNREFUSED)

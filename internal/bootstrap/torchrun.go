@@ -2,6 +2,7 @@ package bootstrap
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strconv"
@@ -34,25 +35,58 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	m.Addr = addr
 	m.onClose(client.Close)
+	// The agent's store outlives a program, and the next program that the same worker runs has the same job.
 	prefix := "gohvd/" + e.JobID
 	unsealed := store.NewPrefixStore(prefix, client)
+	var word string
 	if e.Rank == 0 {
-		var word string
-		if word, err = e.torchSecret(o, m); err == nil {
-			err = unsealed.Set(ctx, torchSecretKey, []byte(word))
-		}
+		word, err = e.publishTorchSecret(ctx, o, m, unsealed)
 	} else {
-		var word []byte
-		if word, err = unsealed.Get(ctx, torchSecretKey); err == nil {
-			err = e.adoptTorchSecret(ctx, o, m, string(word))
-		}
+		word, err = e.awaitTorchSecret(ctx, o, m, unsealed)
+	}
+	if name, ok := strings.CutPrefix(word, wordSocket); ok {
+		prefix += "/" + name // the values of other meetings are sealed with other secrets
 	}
 	m.Store = store.NewPrefixStore(prefix, sealed(client, m.Secret))
 	return err
 }
 
+// publishTorchSecret sets the secret at rank 0, and publishes the word of torchSecret in s until all ranks
+// have met.
+func (e *Env) publishTorchSecret(ctx context.Context, o MeetOptions, m *Place, s store.Store) (word string,
+	err error) {
+	if word, err = e.torchSecret(o, m); err != nil {
+		return "", err
+	}
+	m.removeWhenMet(func() error {
+		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
+		defer cancel()
+		_, err := s.Delete(ctx, torchSecretKey)
+		return err
+	})
+	return word, s.Set(ctx, torchSecretKey, []byte(word))
+}
+
+// awaitTorchSecret sets the secret at a rank other than 0, and returns the word that rank 0 has published in
+// s. The word may be that of an earlier program whose ranks have not met. So if no process hands over the
+// secret, the word is read again.
+func (e *Env) awaitTorchSecret(ctx context.Context, o MeetOptions, m *Place, s store.Store) (word string,
+	err error) {
+	var lost error // why s cannot be read
+	err = dial.Retry(ctx, func() error {
+		var text []byte
+		if text, lost = s.Get(ctx, torchSecretKey); lost != nil {
+			return nil
+		}
+		word = string(text)
+		return e.adoptTorchSecret(ctx, o, m, word)
+	})
+	return word, errors.Join(lost, err)
+}
+
 // adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0.
-// It comes from a TCPStore, so another user of this host, or of another host, may have chosen it.
+// It comes from a TCPStore, so another user of this host, or of another host, may have chosen it. If no
+// process hands over the secret now, dial.MayRecover is true for the error.
 func (e *Env) adoptTorchSecret(ctx context.Context, o MeetOptions, m *Place, word string) (err error) {
 	if name, ok := strings.CutPrefix(word, wordSocket); ok {
 		switch {
@@ -65,11 +99,7 @@ func (e *Env) adoptTorchSecret(ctx context.Context, o MeetOptions, m *Place, wor
 		if err := checkHandoverName(name); err != nil {
 			return fmt.Errorf("malformed announcement from rank 0 about the secret: %w", err)
 		}
-		err = dial.Retry(ctx, func() (err error) {
-			m.Secret, err = takeOver(ctx, name)
-			return err
-		})
-		if err != nil {
+		if m.Secret, err = takeOver(ctx, name); err != nil {
 			return fmt.Errorf("getting the secret from rank 0: %w", err)
 		}
 		m.Secret = o.encrypted(m.Secret)
