@@ -151,8 +151,22 @@ func (s *HashStore) Keys(ctx context.Context) ([]string, error) {
 	if err := s.begin(ctx); err != nil {
 		return nil, failed("list of keys", "", err)
 	}
+	keys := slices.AppendSeq(make([]string, 0, len(s.values)), maps.Keys(s.values))
+	s.mu.Unlock()
+	slices.Sort(keys)
+	return keys, nil
+}
+
+// KeysBytes returns the total length of the keys that have a value.
+func (s *HashStore) KeysBytes(ctx context.Context) (n int64, err error) {
+	if err := s.begin(ctx); err != nil {
+		return 0, failed("length of keys", "", err)
+	}
 	defer s.mu.Unlock()
-	return slices.Sorted(maps.Keys(s.values)), nil
+	for k := range s.values {
+		n += int64(len(k))
+	}
+	return n, nil
 }
 
 // MultiGet implements Store.

@@ -26,7 +26,7 @@ type Budget struct {
 func NewBudget(what string, most int64) *Budget { return &Budget{what: what, most: most} }
 
 // Acquire takes n bytes. If fewer are left, it waits until other connections have released some. It returns
-// an error after 10 s, or if ctx ends first.
+// an error after 10 s, if ctx ends first, or at once if n is more than all bytes of b.
 func (b *Budget) Acquire(ctx context.Context, n int64) error {
 	var expired <-chan time.Time
 	for {
@@ -36,6 +36,10 @@ func (b *Budget) Acquire(ctx context.Context, n int64) error {
 			b.held += n
 			b.mu.Unlock()
 			return nil
+		}
+		if n > b.most {
+			b.mu.Unlock()
+			return b.exceeded(held, n)
 		}
 		if b.freed == nil {
 			b.freed = make(chan struct{})
@@ -52,10 +56,14 @@ func (b *Budget) Acquire(ctx context.Context, n int64) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-expired:
-			return fmt.Errorf("all clients together hold %d bytes for %s, and this client needs %d more, want at "+
-				"most %d in all", held, b.what, n, b.most)
+			return b.exceeded(held, n)
 		}
 	}
+}
+
+func (b *Budget) exceeded(held, n int64) error {
+	return fmt.Errorf("all clients together hold %d bytes for %s, and this client needs %d more, want at most %d in all",
+		held, b.what, n, b.most)
 }
 
 // Release returns n bytes that Acquire has taken.

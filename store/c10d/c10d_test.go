@@ -460,7 +460,7 @@ func TestRequestsShareMemory(t *testing.T) {
 	t.Parallel() // the server waits for 10 s until it refuses the request
 	log, entries := testnet.Logs()
 	addr, hash := serveWith(t, func(addr string, hash *store.HashStore) (*c10d.Server, error) {
-		return c10d.ServeWithin(addr, hash, c10d.Config{Log: log}, 100<<10)
+		return c10d.ServeWithin(addr, hash, c10d.Config{Log: log}, 100<<10, 8<<20)
 	})
 	key := strings.Repeat("k", 8000)
 	long := " 01 '/k' '" + strings.Repeat("v", 80000) + "'"
@@ -474,6 +474,30 @@ func TestRequestsShareMemory(t *testing.T) {
 	dialRaw(t, addr, hello).say("03 '/k'", "''")
 	first.say("0c", "01") // cancels the wait
 	dialRaw(t, addr, hello).say(long+" 07", "+1")
+}
+
+// A list of keys counts as an answer with the keys and the memory for the list. So the server refuses to send
+// one that is larger than the limit of all answers.
+func TestListOfKeysIsBounded(t *testing.T) {
+	log, entries := testnet.Logs()
+	addr, hash := serveWith(t, func(addr string, hash *store.HashStore) (*c10d.Server, error) {
+		return c10d.ServeWithin(addr, hash, c10d.Config{Log: log}, 1<<20, 8100)
+	})
+	long := "/" + strings.Repeat("k", 7999)
+	if err := hash.Set(t.Context(), long, nil); err != nil {
+		t.Fatal(err)
+	}
+	dialRaw(t, addr, hello).say("11", "[1 '"+long+"'")
+	for _, k := range []string{"/a", "/b", "/c"} {
+		if err := hash.Set(t.Context(), k, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	dialRaw(t, addr, hello+" 11")
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "closed a connection", "list_keys", "this client needs 8198 more",
+			"want at most 8100 in all")
+	})
 }
 
 // If clients send the lengths of long values but not the values, the server allocates little memory, because

@@ -15,14 +15,16 @@ import (
 // DialTimeout is Dial with one more parameter: how long the first attempt waits for an answer.
 var DialTimeout = dialStore
 
-// ServeWithin is Serve with one more parameter: how much memory the requests of all clients may take.
-func ServeWithin(addr string, s *store.HashStore, cfg Config, maxCallsBytes int64) (*Server, error) {
-	return newServer(s, cfg, maxCallsBytes).listen(addr)
+// ServeWithin is Serve with two more parameters: how much memory the requests and the answers of all clients
+// may take.
+func ServeWithin(addr string, s *store.HashStore, cfg Config, maxCallsBytes,
+	maxAnswersBytes int64) (*Server, error) {
+	return newServer(s, cfg, maxCallsBytes, maxAnswersBytes).listen(addr)
 }
 
 // ServeBytes serves s to a client that sends the bytes in and then closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
-	return newServer(s, Config{}, maxCallsBytes).serve(context.Background(), byteConn{bytes.NewReader(in)},
+	return newServer(s, Config{}, maxCallsBytes, maxAnswersBytes).serve(context.Background(), byteConn{bytes.NewReader(in)},
 		dial.NewLimiter(1).Acquire(nil))
 }
 

@@ -59,10 +59,10 @@ type Server struct {
 // Serve listens on addr and serves s until Close. addr has the form host:port, where port 0 means any free
 // port. The caller stays responsible for closing s.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
-	return newServer(s, cfg, maxCallsBytes).listen(addr)
+	return newServer(s, cfg, maxCallsBytes, maxAnswersBytes).listen(addr)
 }
 
-func newServer(s *store.HashStore, cfg Config, maxCallsBytes int64) *Server {
+func newServer(s *store.HashStore, cfg Config, maxCallsBytes, maxAnswersBytes int64) *Server {
 	return &Server{store: s, cfg: cfg, calls: dial.NewBudget("their requests", maxCallsBytes),
 		answers: dial.NewBudget("answers", maxAnswersBytes)}
 }
@@ -377,20 +377,53 @@ func (c *session) check() error {
 	return c.write([]byte{checkNotReady})
 }
 
+// listKeys serves list_keys. The list counts as an answer, because it keeps keys in memory that the store may
+// replace until the client has read it.
 func (c *session) listKeys() error {
-	keys, err := c.store.Keys(c.ctx)
+	keys, held, err := c.snapshotKeys()
 	if err != nil {
 		return err
 	}
+	defer c.answers.Release(held)
 	if err := c.write(appendU64(nil, uint64(len(keys)))); err != nil {
 		return err
 	}
 	for _, k := range keys {
-		if err := c.write(appendBytes(nil, []byte(k))); err != nil {
+		if err := c.write(appendBytes(nil, k)); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// snapshotKeys returns the keys of the store, for which it has acquired held bytes of c.answers.
+func (c *session) snapshotKeys() (keys []string, held int64, err error) {
+	for {
+		numKeys, err := c.store.NumKeys(c.ctx)
+		if err != nil {
+			return nil, 0, err
+		}
+		numBytes, err := c.store.KeysBytes(c.ctx)
+		if err != nil {
+			return nil, 0, err
+		}
+		held = numBytes + elementBytes*numKeys
+		if err := c.answers.Acquire(c.ctx, held); err != nil {
+			return nil, 0, err
+		}
+		keys, err = c.store.Keys(c.ctx)
+		need := int64(elementBytes * len(keys))
+		for _, k := range keys {
+			need += int64(len(k))
+		}
+		if err == nil && need <= held {
+			return keys, held, nil
+		}
+		c.answers.Release(held) // the list has grown meanwhile
+		if err != nil {
+			return nil, 0, err
+		}
+	}
 }
 
 func (c *session) delete() error {
