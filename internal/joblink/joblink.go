@@ -450,7 +450,7 @@ func (l *Launcher) take(m message) {
 			if err == nil && !v.Over {
 				l.onVerdict(v, topo.Rank(m.Rank))
 			}
-		case err != nil || l.isOld(v):
+		case err != nil || !l.isPossible(v, m.Rank) || l.isOld(v):
 		case v.Over:
 			l.forget(func(a accusation) bool { return a.by == m.Rank && slices.Equal(a.Ranks, v.Ranks) })
 		default:
@@ -514,6 +514,11 @@ func (l *Launcher) isCurrent(m message) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return m.Generation == l.generation
+}
+
+// isPossible reports whether v is about ranks of the job and by is one of them. The caller holds l.mu.
+func (l *Launcher) isPossible(v Verdict, by int) bool {
+	return by >= 0 && by < l.ranks && len(v.Ranks) <= l.ranks && int(slices.Max(v.Ranks)) < l.ranks
 }
 
 // isOld reports whether v is about an earlier process of a rank that was started again. The caller holds
@@ -728,6 +733,10 @@ func decodeVerdict(text []byte) (Verdict, error) {
 	}
 	if len(v.Ranks) == 0 {
 		return Verdict{}, errors.New("malformed verdict: it names no rank")
+	}
+	if r := slices.Min(v.Ranks); r < 0 || len(v.Reason) > MaxReasonBytes {
+		return Verdict{}, fmt.Errorf("malformed verdict: got rank %d and a reason of %d bytes, want no negative rank and at most %d bytes",
+			r, len(v.Reason), MaxReasonBytes)
 	}
 	return v, nil
 }

@@ -385,6 +385,18 @@ func TestVerdict(t *testing.T) {
 		t.Errorf("got %v, %v before there is one", v, err)
 	}
 	rank := New(dial(), 2)
+	// Reports of ranks that do not exist, or about such ranks, are dropped.
+	for by := range 100 {
+		for _, about := range []string{"[1]", "[-1]", "[3]", "[0,1,2,0]"} {
+			body := fmt.Appendf(nil, `{"epoch":9,"ranks":%s}`, about)
+			if by >= 3 || about != "[1]" {
+				l.take(message{Rank: by - by%2*100, What: verdict, Has: true, body: body})
+			}
+		}
+	}
+	if got := l.Accused(); got != nil {
+		t.Errorf("got %v accused by ranks that do not exist, or ranks that do not exist accused", got)
+	}
 	for _, step := range []struct{ says, want Verdict }{
 		{verdictOf(3, "first", 1), verdictOf(3, "first", 1)},
 		{verdictOf(3, "second", 0), verdictOf(3, "first", 1)},
