@@ -29,8 +29,8 @@ a second such signal. On SIGQUIT (Ctrl-\) hvdrun prints a report on the operatio
 With --servers N and --workers M, hvdrun starts the nodes of a parameter server instead of ranks: a scheduler, N servers
 and M workers. Each runs the command, and its environment says what it is (docs/ps.md). What is said here of ranks also
 holds for nodes, whose output lines begin with [scheduler], [server R] or [worker R]. The scheduler runs on this host
-and takes no slot. The reports are on the requests between nodes; one follows the end of the job. With --restarts N, a
-server or worker that fails is started again, up to N times, while the other nodes go on.
+and takes no slot. The reports are on the requests between nodes; one follows the end of the job unless a signal has
+ended it. With --restarts N, a server or worker that fails is started again, up to N times, while the other nodes go on.
 
 Exit status:
   0         all ranks ended with status 0
