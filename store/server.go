@@ -21,7 +21,7 @@ const (
 	serverIOTimeout   = 10 * time.Second
 
 	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the replies of all clients
-	// together take. A request or a reply of at most freeBytes does not count.
+	// together take. A request or a reply of at most freeBytes does not count, unless the request waits.
 	maxCallsBytes   = 256 << 20
 	maxAnswersBytes = 128 << 20
 	freeBytes       = 4 << 10
@@ -130,16 +130,22 @@ func (c *serverConn) serveNext(in *bufio.Reader) error {
 	if err != nil {
 		return err
 	}
-	release, err := hold(c.ctx, c.calls, min(n, maxRequestBytes))
-	if err != nil {
+	n = min(n, maxRequestBytes)
+	var held int64
+	defer func() { c.calls.Release(held) }()
+	// take makes the request count with the given number of bytes in all.
+	take := func(all int64) error {
+		err := c.calls.Acquire(c.ctx, all-held)
+		if err == nil {
+			held = all
+		}
 		return err
 	}
-	var waits bool
-	defer func() {
-		if !waits {
-			release()
+	if n > freeBytes {
+		if err := take(n); err != nil {
+			return err
 		}
-	}()
+	}
 	body, err := dial.ReadFrame(in, maxRequestBytes)
 	if err != nil {
 		return err
@@ -148,7 +154,21 @@ func (c *serverConn) serveNext(in *bufio.Reader) error {
 	if err != nil {
 		return err
 	}
-	waits, err = c.handle(&q, release)
+	all := q.memory(n)
+	if all > freeBytes {
+		if err := take(all); err != nil {
+			return err
+		}
+	}
+	waits, err := c.handle(&q, func() (release func(), err error) {
+		if err := take(all); err != nil {
+			return nil, err
+		}
+		return func() { c.calls.Release(all) }, nil
+	})
+	if waits {
+		held = 0 // belongs to the wait
+	}
 	return err
 }
 
@@ -173,9 +193,10 @@ func (c *serverConn) handshake(s secret.Secret) (in *bufio.Reader, version uint3
 	return in, version, err
 }
 
-// handle executes a request and replies. If the request waits, handle returns true, and release is called
-// when it has ended.
-func (c *serverConn) handle(q *request, release func()) (waits bool, err error) {
+// handle executes a request and replies. If the request waits, handle returns true. Then it has called count,
+// which counts the memory of the request, and the function release that count returns is called when the
+// request has ended.
+func (c *serverConn) handle(q *request, count func() (release func(), err error)) (waits bool, err error) {
 	r := reply{id: q.id}
 	switch q.op {
 	case opPing:
@@ -216,6 +237,10 @@ func (c *serverConn) handle(q *request, release func()) (waits bool, err error) 
 			if r.value, r.ok, err = c.store.tryGet(c.ctx, q.key); r.ok || err != nil {
 				break
 			}
+		}
+		release, full := count()
+		if full != nil {
+			return false, full
 		}
 		if waits, err = c.startWait(q, release); waits {
 			return true, nil

@@ -479,6 +479,9 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 		{"empty frame", [][]byte{hello, frameOf()}, "malformed"},
 		{"short frame", [][]byte{hello, frameOf(2, 0, 0)}, "malformed"},
 		{"long frame", [][]byte{hello, frameOf(append(get[dial.FrameHeaderBytes:], 0)...)}, "malformed"},
+		{"too many keys", [][]byte{hello, (&request{op: opWait, keys: make([]string, MaxKeys+1)}).frame()}, "malformed"},
+		{"unused values", [][]byte{hello, (&request{op: opWatch, key: "k", values: [][]byte{{}}}).frame()},
+			"watch has fields that it does not use"},
 		{"unknown operation", [][]byte{hello, unknown}, fmt.Sprint("unknown operation ", uint8(numOps))},
 	} {
 		t.Run(test.name, func(t *testing.T) {

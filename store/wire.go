@@ -67,6 +67,14 @@ func (o opcode) many() bool {
 	return o == opWait || o == opCheck || o == opNumKeys || o == opMultiGet || o == opMultiSet
 }
 
+// uses reports whether requests of this operation have the fields first, second and values of q, if q has
+// them. A Client sends no other fields, and a server would keep them while the request waits.
+func (o opcode) uses(q *request) bool {
+	first := o == opSet || o == opCompareAndSet || o == opWatch || o == opAppend || o == opPush
+	return (q.first == nil || first) && (q.second == nil || o == opCompareAndSet) &&
+		(q.values == nil || o == opMultiSet) && (q.keys == nil || o.many())
+}
+
 func (o opcode) String() string {
 	if o >= numOps {
 		return fmt.Sprintf("opcode(%d)", uint8(o))
@@ -144,6 +152,12 @@ func (q *request) frame() []byte {
 	return dial.SealFrame(appendList(b, q.values))
 }
 
+// elementBytes is the memory that an element of a list takes besides its bytes, while the list grows.
+const elementBytes = 48
+
+// memory returns the memory that a request takes if its frame has n bytes.
+func (q *request) memory(n int64) int64 { return n + elementBytes*int64(len(q.keys)+len(q.values)) }
+
 // decodeRequest decodes a request. Its values are slices of body.
 func decodeRequest(body []byte) (request, error) {
 	d := decoder{rest: body}
@@ -159,6 +173,9 @@ func decodeRequest(body []byte) (request, error) {
 	}
 	if q.op >= numOps {
 		return request{}, fmt.Errorf("%w: unknown operation %d", errMalformed, q.op)
+	}
+	if !q.op.uses(&q) {
+		return request{}, fmt.Errorf("%w: %v has fields that it does not use", errMalformed, q.op)
 	}
 	return q, nil
 }
@@ -302,10 +319,10 @@ func (d *decoder) flag() bool {
 }
 
 // list decodes a list. It returns nil for an empty list. Each element takes at least four bytes, so list
-// refuses a count that needs more bytes than d.rest has.
+// refuses a count that needs more bytes than d.rest has, and also one that is above MaxKeys.
 func (d *decoder) list() (list [][]byte) {
 	n := d.u32()
-	if uint64(n) > uint64(len(d.rest)/4) {
+	if uint64(n) > uint64(len(d.rest)/4) || n > MaxKeys {
 		d.bad, d.rest = true, nil
 		return nil
 	}
