@@ -624,8 +624,8 @@ func TestByEnvironment(t *testing.T) {
 	if _, err := met[0].Store.Add(t.Context(), "still", 1); err != nil {
 		t.Errorf("the store was closed with what was made of it again: %v", err)
 	}
-	// The next program under the same torchrun has the same job. Its rank 1 may be there before its rank 0, and
-	// a program that has died before its ranks met may have left its word in the store.
+	// The next program under the same torchrun has the same job. Its rank 1 may be there before its rank 0,
+	// and a program that has died before its ranks met may have left its word in the store.
 	for _, left := range []string{"", wordSocket + newHandoverName()} {
 		for _, m := range met {
 			if err := m.Close(); err != nil {

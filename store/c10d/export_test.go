@@ -24,8 +24,8 @@ func ServeWithin(addr string, s *store.HashStore, cfg Config, maxCallsBytes,
 
 // ServeBytes serves s to a client that sends the bytes in and then closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
-	return newServer(s, Config{}, maxCallsBytes, maxAnswersBytes).serve(context.Background(), byteConn{bytes.NewReader(in)},
-		dial.NewLimiter(1).Acquire(nil))
+	return newServer(s, Config{}, maxCallsBytes, maxAnswersBytes).serve(context.Background(),
+		byteConn{bytes.NewReader(in)}, dial.NewLimiter(1).Acquire(nil))
 }
 
 // byteConn is a connection that reads from a Reader. It discards all bytes that are written to it.
