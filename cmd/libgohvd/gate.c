@@ -327,18 +327,25 @@ PUBLIC hvd_status_t hvd_gpu_libraries(int32_t count_devices, char **text) {
 	return gohvdGPULibraries(count_devices, text);
 }
 
+#define needs_options(options, operation)                                                                             \
+	do {                                                                                                          \
+		needs(!(options) || (options)->size == sizeof(hvd_init_options_t), operation,                         \
+		      "the size of the options is not sizeof(hvd_init_options_t)");                                   \
+		needs(!(options) || ((!(options)->num_settings || (options)->settings) &&                             \
+		                     (!(options)->num_process_sets || (options)->process_sets)),                      \
+		      operation, "got a null pointer for the settings or the process sets");                          \
+		needs(!(options) || !(options)->reserved, operation, "the field reserved is not 0");                  \
+		for (uint32_t i_ = 0; (options) && i_ < (options)->num_process_sets; i_++) {                          \
+			const hvd_ranks_t *set_ = &(options)->process_sets[i_];                                       \
+			needs(!set_->num_ranks || set_->ranks, operation,                                             \
+			      "got a null pointer for the ranks of a process set");                                   \
+			needs(!set_->reserved, operation, "the field reserved of a process set is not 0");            \
+		}                                                                                                     \
+	} while (0)
+
 PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle) {
 	no_handle(handle);
-	needs(!options || options->size == sizeof *options, "init", "the size of the options is not sizeof(hvd_init_options_t)");
-	needs(!options || ((!options->num_settings || options->settings) &&
-	                   (!options->num_process_sets || options->process_sets)),
-	      "init", "got a null pointer for the settings or the process sets");
-	needs(!options || !options->reserved, "init", "the field reserved is not 0");
-	for (uint32_t i = 0; options && i < options->num_process_sets; i++) {
-		needs(!options->process_sets[i].num_ranks || options->process_sets[i].ranks, "init",
-		      "got a null pointer for the ranks of a process set");
-		needs(!options->process_sets[i].reserved, "init", "the field reserved of a process set is not 0");
-	}
+	needs_options(options, "init");
 	use_signal_stacks();
 	return gohvdInit((hvd_init_options_t *)options, handle);
 }
@@ -373,9 +380,7 @@ PUBLIC int32_t hvd_has_devices(void) { return (int32_t)fact(GOHVD_DEVICES); }
 PUBLIC uint64_t hvd_epoch(void) { return (uint64_t)fact(GOHVD_EPOCH); }
 
 PUBLIC hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text) {
-	needs(!options || (options->size == sizeof *options && (!options->num_settings || options->settings)),
-	      "new unique id", "the size of the options is not sizeof(hvd_init_options_t), or the settings are a null pointer");
-	needs(!options || !options->reserved, "new unique id", "the field reserved is not 0");
+	needs_options(options, "new unique id");
 	needs(text, "new unique id", "got a null pointer for the text");
 	return gohvdNewUniqueID((hvd_init_options_t *)options, text);
 }
@@ -445,9 +450,18 @@ PUBLIC hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *
 	return gohvdWait(handle, seconds, result);
 }
 
-PUBLIC hvd_status_t hvd_finish(hvd_handle_t handle, double seconds, hvd_result_t *result) {
+static hvd_status_t finish(hvd_handle_t handle, double seconds, hvd_result_t *result) {
 	needs(!result || result->size == sizeof *result, "finish", "the size of the result is not sizeof(hvd_result_t)");
 	return gohvdFinish(handle, seconds, result);
+}
+
+// If hvd_finish returns HVD_ERROR_HANDLE, an earlier call may have written the result.
+PUBLIC hvd_status_t hvd_finish(hvd_handle_t handle, double seconds, hvd_result_t *result) {
+	hvd_status_t status = finish(handle, seconds, result);
+	if (status && status != HVD_ERROR_HANDLE) {
+		clear(result);
+	}
+	return status;
 }
 
 PUBLIC hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds, size_t *index) {

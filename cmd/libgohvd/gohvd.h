@@ -185,7 +185,7 @@ typedef struct hvd_output {
 
 /* hvd_result_t is the result of something that has succeeded. Set size before a call that fills it in. Afterwards
  * its memory belongs to the program, which calls hvd_free_result. If the call has not returned HVD_SUCCESS, the
- * result has no memory. */
+ * result has no memory, but hvd_finish does not change it if it returns HVD_ERROR_HANDLE. */
 typedef struct hvd_result {
 	uint32_t size;         /* sizeof(hvd_result_t) */
 	uint32_t num_outputs;  /* the number of tensors */

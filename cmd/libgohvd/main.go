@@ -431,8 +431,8 @@ func finish(err error, r *library.Result, into *C.hvd_result_t) C.hvd_status_t {
 	if r == nil {
 		return C.HVD_SUCCESS
 	}
-	into.source, into.last_joined, into.process_set = C.int32_t(r.Source), C.int32_t(r.LastJoined),
-		C.int32_t(r.Set)
+	*into = C.hvd_result_t{size: into.size, source: C.int32_t(r.Source), last_joined: C.int32_t(r.LastJoined),
+		process_set: C.int32_t(r.Set)}
 	n := len(r.Received)
 	for _, o := range r.Outputs {
 		n += len(o.Shape)

@@ -149,6 +149,21 @@ static void asynchronous(void) {
 	fails(hvd_wait(h[0], -1, NULL), HVD_ERROR_HANDLE, "handle");
 	fails(hvd_finish(h[0], -1, NULL), HVD_ERROR_HANDLE, "handle");
 
+	hvd_op_t sync = hvd_op(HVD_BARRIER, (hvd_dtype_t)0, NULL);
+	hvd_result_t old; /* its fields are set whatever they were before */
+	for (int i = 0; i < 2; i++) {
+		memset(&old, 0xff, sizeof old);
+		old.size = sizeof old;
+		if (i == 0) {
+			ok(hvd_submit(&sync, &single));
+			ok(hvd_finish(single, -1, &old));
+		} else {
+			want(hvd_finish(single, NAN, &old) == HVD_ERROR_USAGE);
+		}
+		want(!old.memory && !old.outputs && !old.num_outputs && !old.received && !old.num_received);
+		hvd_free_result(&old);
+	}
+
 	hvd_op_t group = hvd_op(HVD_ALLREDUCE, HVD_FLOAT64, t);
 	group.num_tensors = count;
 	group.flags = HVD_GROUPED;

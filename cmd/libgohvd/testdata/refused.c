@@ -83,6 +83,9 @@ int main(void) {
 		o.process_sets = &wrong_sets[i];
 		want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), says_of_sets[i]));
 	}
+	fails(hvd_new_unique_id(&o, &text), HVD_ERROR_USAGE, "null");
+	o.process_sets = NULL;
+	fails(hvd_new_unique_id(&o, &text), HVD_ERROR_USAGE, "null");
 	o.num_process_sets = 0;
 	o.mpi_comm = ranks;
 	want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), "MPI"));
