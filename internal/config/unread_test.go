@@ -36,6 +36,7 @@ func asked(t *testing.T) map[string]string {
 		}
 	}
 	all["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "90" // less than the time of the warning has no effect
+	all["HOROVOD_CPU_OPERATIONS"] = "tcp"             // nodes do not use each value
 	return all
 }
 
@@ -125,6 +126,12 @@ func TestUnread(t *testing.T) {
 			t.Errorf("%s: got warnings about\n%s\nwant\n%s", c.name, strings.Join(got, "\n"), strings.Join(c.want, "\n"))
 		}
 		t.Logf("%s: no effect have %s", c.name, strings.Join(got, " "))
+	}
+	for word, want := range map[string]int{"shm": 1, "shm,tcp": 0, "tcp": 0, "gloo": 0} {
+		got := unread(t, config.Node, config.Sources{Environ: node}, "HOROVOD_CPU_OPERATIONS", word, none)
+		if len(got) != want {
+			t.Errorf("HOROVOD_CPU_OPERATIONS=%s at a node causes the warnings %q", word, got)
+		}
 	}
 }
 
