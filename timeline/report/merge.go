@@ -14,6 +14,8 @@ import (
 
 	"github.com/go-json-experiment/json"
 	"github.com/go-json-experiment/json/jsontext"
+
+	"github.com/gohvd/gohvd/internal/outfile"
 )
 
 // Merged describes the output of Merge.
@@ -68,7 +70,8 @@ type merger struct {
 // the file is compressed. Rank r becomes process r, and each of its tensors becomes a thread. All times are
 // on rank 0's clock. If a rank started before rank 0, a constant is added to all times, so that none is
 // negative. The name of a thread precedes its events, the events are in order of time, except for what the
-// program did, and every begin event has an end event. The file gets its name only when it is complete.
+// program did, and every begin event has an end event. A file gets its name only when it is complete. A device
+// is written as it is; what is neither a file nor a device is an error.
 func (j *Job) Merge(path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)
@@ -80,13 +83,16 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 		}
 		m.shift, clockError = max(m.shift, -r.clock.reference(0)), max(clockError, r.clock.err)
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".hvdrun-timeline-")
+	f, name, err := openMerged(path)
 	if err != nil {
 		return sum, err
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, f.Close(), os.Remove(f.Name()))
+			err = errors.Join(err, f.Close())
+			if name != "" {
+				err = errors.Join(err, os.Remove(f.Name()))
+			}
 		}
 	}()
 	var to io.WriteCloser = f
@@ -110,10 +116,26 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 			return sum, err
 		}
 	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return sum, err
+	if name != "" {
+		if err := os.Rename(f.Name(), name); err != nil {
+			return sum, err
+		}
 	}
 	return m.sum, f.Close()
+}
+
+// openMerged opens the output of Merge. name is the name that the file gets when it is complete, or empty if
+// it has its name already, because it is a device.
+func openMerged(path string) (f *os.File, name string, err error) {
+	if name, err = outfile.Resolve(path); err != nil {
+		return nil, "", err
+	}
+	if info, err := os.Lstat(name); outfile.Device(name) || err == nil && !info.Mode().IsRegular() {
+		f, err := outfile.Create(name, 0o666)
+		return f, "", err
+	}
+	f, err = os.CreateTemp(filepath.Dir(name), ".hvdrun-timeline-")
+	return f, name, err
 }
 
 // same reports whether the paths a and b name the same file.

@@ -5,10 +5,14 @@ import (
 	"compress/gzip"
 	"encoding/json"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // traceEvent is an event in the Chrome trace format.
@@ -156,6 +160,43 @@ func TestMerge(t *testing.T) {
 			!strings.Contains(err.Error(), "merged trace") {
 			t.Errorf("got %v, want the merged trace refused", err)
 		}
+	}
+}
+
+// Merge writes through a link and to a device, and refuses a FIFO. It replaces none of them.
+func TestMergeReplacesOnlyFiles(t *testing.T) {
+	dir := t.TempDir()
+	f := newFile(rankID{size: 1, host: "h", domain: "a", epoch: 1})
+	put(t, dir, "t.json", f.end(900, 0))
+	j := openJob(t, dir)
+	out := t.TempDir()
+	file, link, fifo, device := filepath.Join(out, "file"), filepath.Join(out, "link"), filepath.Join(out, "fifo"),
+		filepath.Join(out, "device")
+	for _, err := range []error{os.WriteFile(file, nil, 0o600), os.Symlink("file", link), unix.Mkfifo(fifo, 0o600),
+		os.Symlink(os.DevNull, device)} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for path, want := range map[string]struct {
+		mode fs.FileMode
+		says string
+	}{link: {fs.ModeSymlink, ""}, device: {fs.ModeSymlink, ""}, fifo: {fs.ModeNamedPipe, "want a regular file|no such device"}} {
+		_, err := j.Merge(path)
+		if (err == nil) != (want.says == "") || err != nil && !regexp.MustCompile(want.says).MatchString(err.Error()) {
+			t.Errorf("%s: got %v, want %q", filepath.Base(path), err, want.says)
+		}
+		if info, err := os.Lstat(path); err != nil || info.Mode().Type() != want.mode {
+			t.Errorf("%s: got %v, %v, want it as it was", filepath.Base(path), info, err)
+		}
+	}
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkTrace(t, text)
+	if info, err := os.Stat(os.DevNull); err != nil || info.Mode().IsRegular() {
+		t.Errorf("got %v, %v", info, err)
 	}
 }
 
