@@ -3,6 +3,7 @@ package report
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
@@ -11,8 +12,12 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// most is the share from which the report says that a part is most of the whole.
-const most = 0.5
+const (
+	// most is the share from which the report says that a part is most of the whole.
+	most = 0.5
+	// mostHosts is the maximum number of hosts that a sentence names.
+	mostHosts = 8
+)
 
 // steady returns the length of the time after the start-up and the number of steps in this time.
 func (r *Report) steady() analysis.Span {
@@ -50,7 +55,11 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 		return fmt.Sprintf("rank %d held up all others for %s; no other rank held up all others for more than %s", late[0].Rank,
 			r.time(late[0].Held), r.perStep(second.Held))
 	case len(late) > 1:
-		return fmt.Sprintf("%s are late together: they caused %s of the waiting; at least one rank waited for another for %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
+		who := ranksOf(late)
+		if host := r.wholeHost(late); host != "" {
+			who += ", all ranks of host " + logs.Plain(host) + ","
+		}
+		return fmt.Sprintf("%s are late together: they caused %s of the waiting; at least one rank waited for another for %s", who, percent(f.Share(late...)), r.time(f.Anybody))
 	case !r.steady().Long(worst.Held):
 		return fmt.Sprintf("no rank held up all others for long: rank %d did for the longest time, %s", worst.Rank,
 			r.time(worst.Held))
@@ -60,6 +69,18 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 	}
 	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, and rank %d for %s", worst.Rank,
 		r.time(worst.Held), second.Rank, r.time(second.Held))
+}
+
+// wholeHost returns the name of the host that has exactly the given ranks, in ascending order. It is empty if
+// there is no such host, if all ranks are on it, or if it is not known where each rank ran.
+func (r *Report) wholeHost(late []*analysis.RankLateness) string {
+	for _, h := range r.Hosts {
+		if len(r.Hosts) > 1 && len(r.Missing) == 0 && slices.EqualFunc(h.Ranks, late,
+			func(rank int, l *analysis.RankLateness) bool { return rank == l.Rank }) {
+			return h.Host
+		}
+	}
+	return ""
 }
 
 // gain returns a clause that says how much shorter a step would be without the ranks that the verdict names
@@ -162,10 +183,10 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	const before = "before it submits, not at the network: its input pipeline, its share of the data, its cores (HOROVOD_THREAD_AFFINITY), other load on %s"
 	switch {
 	case len(late) == 1:
-		add("", fmt.Sprintf("look at what rank %d does "+before, late[0].Rank, c.place(late[0].Rank)),
+		add("", fmt.Sprintf("look at what rank %d does "+before, late[0].Rank, c.place(late[0])),
 			"rank %d holds up all others for %s of the time", late[0].Rank, percent(r.share(late[0].Held)))
 	case len(late) > 1:
-		add("", fmt.Sprintf("look at what each of %s does "+before, ranksOf(late), c.place(late[0].Rank)),
+		add("", fmt.Sprintf("look at what each of %s does "+before, ranksOf(late), c.place(late...)),
 			"%s cause %s of the waiting", ranksOf(late), percent(f.Share(late...)))
 	case r.Outside.Share >= most:
 		add("", "look at the program, not at gohvd or the network: its input pipeline (more DataLoader workers, prefetching), then its computation",
@@ -248,14 +269,24 @@ func (c *collection) hosts() int {
 	return len(all)
 }
 
-// place returns a phrase that names the host of a rank.
-func (c *collection) place(rank int) string {
+// place returns a phrase that names the hosts of ranks.
+func (c *collection) place(late ...*analysis.RankLateness) string {
+	var hosts []string
 	for _, f := range c.job.ranks {
-		if f.rank == rank && f.host() != "" {
-			return "host " + logs.Plain(f.host())
+		is := slices.ContainsFunc(late, func(l *analysis.RankLateness) bool { return l.Rank == f.rank })
+		if host := logs.Plain(f.host()); is && f.host() != "" && !slices.Contains(hosts, host) {
+			hosts = append(hosts, host)
 		}
 	}
-	return "its host"
+	switch n := len(hosts); {
+	case n == 0:
+		return "its host"
+	case n == 1:
+		return "host " + hosts[0]
+	case n > mostHosts:
+		hosts = append(hosts[:mostHosts], fmt.Sprintf("and %d more", n-mostHosts))
+	}
+	return "hosts " + strings.Join(hosts, ", ")
 }
 
 // percent formats a share as a percentage.

@@ -312,6 +312,24 @@ func TestKnownTimelines(t *testing.T) {
 	}
 }
 
+// If all ranks of a host are late together, the verdict names the host. The suggestion names all hosts.
+func TestLateHosts(t *testing.T) {
+	for hosts, want := range map[int][2]string{
+		2: {"ranks 1 and 3, all ranks of host h1, are late together", "other load on host h1"},
+		4: {"ranks 1 and 3 are late together", "other load on hosts h1, h3"},
+	} {
+		job := training{ranks: 4, steps: 20, gradients: 2, backward: ms, exchange: ms, hosts: hosts, trip: 50 * us,
+			compute: func(rank, _ int) int { return 10*ms + rank%2*5*ms }}
+		dir := t.TempDir()
+		job.write(t, dir, rand.New(rand.NewPCG(1, 2)))
+		r := reportOf(t, dir)
+		if len(r.Suggestions) == 0 || !strings.HasPrefix(r.Lateness.Verdict, want[0]) ||
+			!strings.HasSuffix(r.Suggestions[0].Do, want[1]) {
+			t.Errorf("%d hosts: got %q and %+v, want %q", hosts, r.Lateness.Verdict, r.Suggestions, want)
+		}
+	}
+}
+
 // lost returns how much longer the rank computes per step than all other ranks. It replaces t.compute by a
 // function that returns the same random times when it is called again.
 func (t *training) lost(rank int) float64 {
