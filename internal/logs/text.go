@@ -2,6 +2,7 @@ package logs
 
 import (
 	"fmt"
+	"hash/crc32"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -52,11 +53,25 @@ func cut(text string) string {
 	if len(text) <= maxTextBytes {
 		return text
 	}
-	n := maxTextBytes
-	for n > maxTextBytes-utf8.UTFMax && !utf8.RuneStart(text[n]) {
+	return fmt.Sprintf("%s... (%d bytes)", prefix(text, maxTextBytes), len(text))
+}
+
+// prefix returns the first n bytes of a text, or up to three less, so that it does not end within a character.
+func prefix(text string, n int) string {
+	least := n - utf8.UTFMax
+	for n > least && !utf8.RuneStart(text[n]) {
 		n--
 	}
-	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
+	return text[:n]
+}
+
+// Clip shortens a name that is longer than the given number of bytes to less than that. It appends a checksum,
+// so that names with the same beginning stay different.
+func Clip(name string, most int) string {
+	if len(name) <= most {
+		return name
+	}
+	return fmt.Sprintf("%s…%08x", prefix(name, most-12), crc32.ChecksumIEEE([]byte(name)))
 }
 
 // bounded returns a copy of fields with changed texts. Each text is shortened by calling shorten, and

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -85,11 +86,11 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	slots, total := r.copy(cmp.Or(about.MaxOperations, math.MaxInt))
 	mostPending := min(cmp.Or(about.MaxPending, maxPending), maxPending)
 	d := &analysis.Snapshot{
-		Format: format, Version: cut(about.Version, maxNameBytes), Why: cut(about.Why, maxTextBytes),
-		Rank: about.Rank, Size: about.Size, Host: cut(about.Host, maxNameBytes), PID: about.PID,
+		Format: format, Version: clip(about.Version), Why: cut(about.Why, maxTextBytes),
+		Rank: about.Rank, Size: about.Size, Host: clip(about.Host), PID: about.PID,
 		Epoch: about.Epoch,
 		Time:  about.Now.Round(0), At: about.At,
-		Start: about.Clock.Start.Round(0), Domain: cut(about.Clock.Domain, maxNameBytes),
+		Start: about.Clock.Start.Round(0), Domain: clip(about.Clock.Domain),
 		Monotonic: about.Clock.Monotonic,
 		Measured:  about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
 		Recorded: total, Operations: slots, NotShown: max(len(about.Pending)-mostPending, 0),
@@ -108,7 +109,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	for _, records := range [][]trace.Record{d.Pending, d.Operations} {
 		for i := range records {
 			r := &records[i]
-			r.Name, r.Error = cut(r.Name, maxNameBytes), cut(r.Error, maxTextBytes)
+			r.Name, r.Error = clip(r.Name), cut(r.Error, maxTextBytes)
 		}
 	}
 	return d
@@ -121,6 +122,12 @@ func cut(text string, most int) string {
 		text = text[:most]
 	}
 	return strings.ToValidUTF8(text, "\uFFFD")
+}
+
+// clip shortens a name that is longer than maxNameBytes, so that it stays different from others, by which the
+// analysis tells operations apart. It replaces invalid UTF-8 too.
+func clip(name string) string {
+	return logs.Clip(strings.ToValidUTF8(name, "\uFFFD"), maxNameBytes)
 }
 
 // OperationsOf returns the maximum number of operations in the dump of each rank when hvdrun asks for dumps.
@@ -211,7 +218,7 @@ type Stall struct {
 
 // Cut returns the stall with texts that are shortened as those of a dump are.
 func (s Stall) Cut() Stall {
-	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
+	s.Name, s.Text = clip(s.Name), cut(s.Text, maxTextBytes)
 	return s
 }
 

@@ -147,9 +147,13 @@ func TestDumpBounds(t *testing.T) {
 	}
 	d := r.Dump(about)
 	if d.NotShown != 3 ||
-		len(d.Version)+len(d.Host)+len(d.Domain)+len(d.Operations[0].Name) != 4*maxNameBytes ||
+		len(d.Version)+len(d.Host)+len(d.Domain)+len(d.Operations[0].Name) != 4*(maxNameBytes-1) ||
 		len(d.Why)+len(d.Operations[0].Error) != 2*maxTextBytes {
 		t.Errorf("got %d not shown, and lengths %d, %d", d.NotShown, len(d.Version), len(d.Why))
+	}
+	// Names that differ only after the limit stay different, and are not shortened again.
+	if a, b := d.Pending[0].Name, clip(long+"y"); a == b || clip(a) != a || !strings.HasPrefix(b, long[:maxNameBytes-12]) {
+		t.Errorf("got the names %q and %q", a, b)
 	}
 	text, err := Encode(d, DefaultOperations)
 	if err != nil {
@@ -219,7 +223,7 @@ func TestStallTravels(t *testing.T) {
 	long := strings.Repeat("\x01", 1<<16)
 	for _, c := range []struct{ given, want Stall }{
 		{Stall{3, "grad/7", "it has waited"}, Stall{3, "grad/7", "it has waited"}},
-		{Stall{1<<32 - 1, long, long}, Stall{1<<32 - 1, long[:maxNameBytes], long[:maxTextBytes]}},
+		{Stall{1<<32 - 1, long, long}, Stall{1<<32 - 1, clip(long), long[:maxTextBytes]}},
 	} {
 		text, err := EncodeStall(c.given)
 		if err != nil {
@@ -324,7 +328,7 @@ func FuzzDecodeStall(f *testing.F) {
 			t.Fatal(err)
 		}
 		if decoded, err := DecodeStall(again); err != nil || decoded.Set != s.Set ||
-			!strings.HasPrefix(s.Name, decoded.Name) {
+			decoded.Name != clip(s.Name) {
 			t.Errorf("%+v was read again as %+v, %v", s, decoded, err)
 		}
 	})

@@ -7,7 +7,6 @@ import (
 	"compress/gzip"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"maps"
 	"os"
@@ -23,6 +22,7 @@ import (
 	"github.com/go-json-experiment/json/jsontext"
 
 	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/logs"
 )
 
 const (
@@ -419,12 +419,5 @@ func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
 // maxText limits the bytes of a text that is taken from a file and kept in memory.
 const maxText = 200
 
-// clip shortens a text that is longer than maxText. It appends a checksum, so that clipped texts with the
-// same beginning stay different.
-func clip(s string) string {
-	if len(s) <= maxText {
-		return s
-	}
-	return fmt.Sprintf("%s…%08x", strings.ToValidUTF8(s[:maxText-12], "\ufffd"),
-		crc32.ChecksumIEEE([]byte(s)))
-}
+// clip shortens a text that is longer than maxText.
+func clip(s string) string { return logs.Clip(s, maxText) }
