@@ -133,8 +133,14 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		WriteText(io.Writer) error
 	} = result
 	if given.compare != "" {
-		if printed, err = compareWith(given.compare, result, strings.Join(paths, " ")); err != nil {
+		var bad error
+		printed, bad, err = compareWith(given.compare, result, strings.Join(paths, " "))
+		if err != nil {
 			return fmt.Errorf("timeline: --compare: %w", err)
+		}
+		if bad != nil {
+			r.status = statusFailure
+			fmt.Fprintf(r.stderr, "hvdrun: timeline: --compare: %v\n", bad)
 		}
 	}
 	if given.asJSON {
@@ -143,15 +149,16 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 	return printed.WriteText(r.stdout)
 }
 
-// compareWith compares the run whose timelines are at path with run a. title says what a is.
-func compareWith(path string, a *report.Report, title string) (*report.Comparison, error) {
-	job, _, err := report.Open([]string{path}) // with one path, there is no other error
+// compareWith compares the run whose timelines are at path with run a. title says what a is. bad is that of
+// report.Open.
+func compareWith(path string, a *report.Report, title string) (c *report.Comparison, bad, err error) {
+	job, bad, err := report.Open([]string{path})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	b, err := job.Report(report.Options{})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	return report.Compare(a, b, title, path), nil
+	return report.Compare(a, b, title, path), bad, nil
 }

@@ -81,6 +81,10 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 	if err := os.WriteFile(bad, []byte("hello"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	other := putTimelines(t)
+	if err := os.WriteFile(filepath.Join(other, "t.json"), []byte("hello"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		args   []string
 		status int
@@ -94,6 +98,7 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		{[]string{dir}, 0, "", true}, // a folder may contain other files too
 		{nil, 2, "got no FILE, want rank 0's timeline", false},
 		{[]string{"--compare", "none.json", dir}, 1, "--compare: ", false},
+		{[]string{"--compare", other + "/t.json", dir}, 1, "--compare: " + other + "/t.json: byte 0", true},
 		{[]string{"--compare", dir, "--merge", "x", dir}, 2, "want at most one of them", false},
 		{[]string{"--merge"}, 2, "flag needs an argument: --merge", false},
 		{[]string{"--cache-capacity", "-1", dir}, 2, "want 0 or more", false},

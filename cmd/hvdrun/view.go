@@ -108,8 +108,12 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 		return fmt.Errorf("view: %w", err)
 	}
 	if given.compare != "" {
-		if run.Compared, err = compareWith(given.compare, run.Report(), title); err != nil {
+		run.Compared, bad, err = compareWith(given.compare, run.Report(), title)
+		if err != nil {
 			return fmt.Errorf("view: --compare: %w", err)
+		}
+		if bad != nil {
+			fmt.Fprintf(r.stderr, "hvdrun: view: --compare: %v\n", bad)
 		}
 	}
 	if given.export != "" {

@@ -29,7 +29,8 @@ const (
 type Comparison struct {
 	A CompareRun `json:"a"`
 	B CompareRun `json:"b"`
-	// Verdict is the conclusion in words. Problems has texts about what is not compared.
+	// Verdict is the conclusion in words. Problems has the problems of both reports, such as
+	// that a file was read only in part, and texts about what is not compared.
 	Verdict  string   `json:"verdict"`
 	Problems []string `json:"problems"`
 	// Rows has the times of the steps, and then those of the tensors that both runs have, the clearest
@@ -208,6 +209,12 @@ func Compare(a, b *Report, titleA, titleB string) *Comparison {
 	c := &Comparison{A: CompareRun{titleA, cmp.Or(a.Size, len(a.Files)), stepsA},
 		B:        CompareRun{titleB, cmp.Or(b.Size, len(b.Files)), stepsB},
 		Problems: []string{}, Rows: []Difference{}}
+	for _, p := range a.Problems {
+		c.Problems = append(c.Problems, "A: "+p)
+	}
+	for _, p := range b.Problems {
+		c.Problems = append(c.Problems, "B: "+p)
+	}
 	if min(len(lengthsA), len(lengthsB)) < leastTimes {
 		c.Verdict = fmt.Sprintf("the runs cannot be compared: A has %d complete steps after the start-up, and B has %d, want %d or more",
 			stepsA, stepsB, leastTimes)

@@ -35,15 +35,21 @@ var folders = regexp.MustCompile(`\S*/(\S)`)
 func (a anonymous) Report() *report.Report {
 	r := *a.Source.Report()
 	r.Job = report.About{}
-	r.Problems = slices.Clone(r.Problems)
-	for i := range r.Problems {
-		r.Problems[i] = folders.ReplaceAllString(r.Problems[i], "$1")
-	}
+	r.Problems = withoutFolders(r.Problems)
 	return &r
+}
+
+func withoutFolders(texts []string) []string {
+	texts = slices.Clone(texts)
+	for i := range texts {
+		texts[i] = folders.ReplaceAllString(texts[i], "$1")
+	}
+	return texts
 }
 
 func (a anonymous) Comparison() *report.Comparison {
 	c := *a.Source.Comparison()
+	c.Problems = withoutFolders(c.Problems)
 	for _, title := range []*string{&c.A.Title, &c.B.Title} {
 		*title = folders.ReplaceAllString(*title, "$1")
 	}
