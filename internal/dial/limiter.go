@@ -4,6 +4,7 @@ import (
 	"container/list"
 	"errors"
 	"io"
+	"net"
 	"sync"
 )
 
@@ -93,4 +94,37 @@ func (s *Slot) Release() bool {
 	s.of.slots.Remove(s.at)
 	s.at = nil
 	return true
+}
+
+// Listener returns a listener that accepts the connections of another one. Each has a slot until it is closed
+// or its method Prove is called. They are *LimitedConn.
+func (l *Limiter) Listener(of net.Listener) net.Listener { return &limitedListener{of, l} }
+
+type limitedListener struct {
+	net.Listener
+	limiter *Limiter
+}
+
+func (l *limitedListener) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &LimitedConn{Conn: conn, slot: l.limiter.Acquire(conn)}, nil
+}
+
+// LimitedConn is a connection of a Limiter's Listener.
+type LimitedConn struct {
+	net.Conn
+	slot  *Slot
+	leave sync.Once
+}
+
+// Prove says that the peer has proved its identity, so that the Limiter does not close the connection.
+func (c *LimitedConn) Prove() { c.leave.Do(func() { c.slot.Release() }) }
+
+// Close implements net.Conn.
+func (c *LimitedConn) Close() error {
+	c.Prove()
+	return c.Conn.Close()
 }

@@ -91,7 +91,9 @@ func Serve(addr string, h http.Handler, log *zap.Logger) (*Server, error) {
 // response.
 func serveOn(l net.Listener, h http.Handler, log *zap.Logger, timeout time.Duration) *Server {
 	ctx, cancel := context.WithCancel(context.Background())
-	s := &Server{listener: &bounded{l, dial.NewLimiter(maxConns)}, cancel: cancel}
+	// A further client closes the oldest connection, so that clients that stay connected cannot keep others
+	// out. If Prometheus loses an idle connection in this way, it opens a new one.
+	s := &Server{listener: dial.NewLimiter(maxConns).Listener(l), cancel: cancel}
 	s.http = http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.answer(h, w, r) }),
 		ReadTimeout: timeout, WriteTimeout: timeout, IdleTimeout: 3 * time.Minute,
@@ -165,31 +167,4 @@ func (s *Server) Close() error {
 	})
 	s.running.Wait()
 	return nil
-}
-
-// bounded is a listener that keeps at most maxConns connections open. When a further client connects, it
-// closes the oldest connection, so that clients that stay connected cannot keep others out. If Prometheus
-// loses an idle connection in this way, it opens a new one.
-type bounded struct {
-	net.Listener
-	limiter *dial.Limiter
-}
-
-func (l *bounded) Accept() (net.Conn, error) {
-	conn, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	return &boundedConn{Conn: conn, slot: l.limiter.Acquire(conn)}, nil
-}
-
-type boundedConn struct {
-	net.Conn
-	slot  *dial.Slot
-	leave sync.Once
-}
-
-func (c *boundedConn) Close() error {
-	c.leave.Do(func() { c.slot.Release() })
-	return c.Conn.Close()
 }

@@ -21,6 +21,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/dial"
 )
 
 //go:embed page
@@ -33,7 +35,7 @@ const (
 	maxCached     = 64 << 20
 	maxCachedLive = 16 << 20
 	entryBytes    = 1 << 10
-	// maxConnections limits the connections of a Server. A browser opens six.
+	// maxConnections limits the connections of a Server that have not shown the cookie. A browser opens six.
 	maxConnections = 32
 	// policy lets the page load only its own files, and lets no text of it become markup or script.
 	policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; " +
@@ -136,45 +138,17 @@ func (s *Server) Redirect() []byte {
 // Serve serves the page until ctx is done. It closes the listener.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	server := &http.Server{Handler: s, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 5 * time.Second,
-		WriteTimeout: time.Minute, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10}
+		WriteTimeout: time.Minute, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10,
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			return context.WithValue(ctx, connection{}, c)
+		}}
 	stopped := make(chan error, 1)
 	stop := context.AfterFunc(ctx, func() { stopped <- server.Close() })
-	err := server.Serve(&limited{Listener: l, free: make(chan struct{}, maxConnections)})
+	err := server.Serve(dial.NewLimiter(maxConnections).Listener(l))
 	if stop() || !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
 	return <-stopped
-}
-
-// limited accepts at most cap(free) connections at a time.
-type limited struct {
-	net.Listener
-	free chan struct{}
-}
-
-type limitedConn struct {
-	net.Conn
-	once sync.Once
-	free chan struct{}
-}
-
-func (l *limited) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	for err == nil {
-		select {
-		case l.free <- struct{}{}:
-			return &limitedConn{Conn: c, free: l.free}, nil
-		default:
-			_ = c.Close() // a browser tries again
-			c, err = l.Listener.Accept()
-		}
-	}
-	return nil, err
-}
-
-func (c *limitedConn) Close() error {
-	c.once.Do(func() { <-c.free })
-	return c.Conn.Close()
 }
 
 // reachable reports whether a Host header is of this server. Another name could be that of a page elsewhere
@@ -222,10 +196,18 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // the port.
 func (s *Server) cookieName() string { return "hvd_view_" + s.port }
 
-// known reports whether a request has the cookie.
+// connection is the key of the connection of a request in its context.
+type connection struct{}
+
+// known reports whether a request has the cookie. If it has, its connection does not count for
+// maxConnections any more, so that other users of this host cannot lock the owner out.
 func (s *Server) known(r *http.Request) bool {
 	c, err := r.Cookie(s.cookieName())
-	return err == nil && subtle.ConstantTimeCompare([]byte(c.Value), []byte(s.cookie)) == 1
+	is := err == nil && subtle.ConstantTimeCompare([]byte(c.Value), []byte(s.cookie)) == 1
+	if conn, limited := r.Context().Value(connection{}).(*dial.LimitedConn); is && limited {
+		conn.Prove()
+	}
+	return is
 }
 
 // enter exchanges the token for the cookie.

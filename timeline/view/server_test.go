@@ -1,6 +1,7 @@
 package view
 
 import (
+	"bufio"
 	"context"
 	"fmt"
 	"io"
@@ -201,47 +202,39 @@ func TestPanicsTakeNoPlace(t *testing.T) {
 	}
 }
 
-// More connections than a browser needs are refused, and those that are open go on.
+// Whoever opens many connections without the cookie does not lock out the browser that has it, and does not
+// end its connection.
 func TestConnectionsAreLimited(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	limit := &limited{Listener: l, free: make(chan struct{}, 2)}
-	accepted := make(chan net.Conn)
-	go func() {
-		defer close(accepted)
-		for {
-			c, err := limit.Accept()
-			if err != nil {
-				return
-			}
-			accepted <- c
-		}
-	}()
+	s := serve(t, straggler.read(t))
+	address := net.JoinHostPort(s.host, s.port)
 	dial := func() net.Conn {
-		c, err := net.Dial("tcp", l.Addr().String())
+		t.Helper()
+		c, err := net.Dial("tcp", address)
 		if err != nil {
 			t.Fatal(err)
 		}
+		t.Cleanup(func() { c.Close() })
 		return c
 	}
-	one, two, three := dial(), dial(), dial()
-	defer two.Close()
-	defer one.Close()
-	defer three.Close()
-	first := <-accepted
-	<-accepted
-	if _, err := three.Read(make([]byte, 1)); err == nil {
-		t.Error("the third connection was not closed")
+	answers := func(what string, c net.Conn) {
+		t.Helper()
+		_, err := fmt.Fprintf(c, "GET / HTTP/1.1\r\nHost: %s\r\nCookie: %s=%s\r\n\r\n", address, s.cookieName(), s.cookie)
+		if err != nil {
+			t.Fatal(what, err)
+		}
+		a, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err != nil {
+			t.Fatal(what, err)
+		}
+		if _, err := io.Copy(io.Discard, a.Body); err != nil || a.StatusCode != 200 {
+			t.Errorf("%s: got %s, %v", what, a.Status, err)
+		}
 	}
-	if err := first.Close(); err != nil {
-		t.Error(err)
+	own := dial()
+	answers("before", own)
+	for range maxConnections {
+		dial()
 	}
-	defer dial().Close()
-	<-accepted // there is room again
-	if err := l.Close(); err != nil {
-		t.Error(err)
-	}
-	<-accepted
+	answers("a new connection", dial())
+	answers("the open connection", own)
 }
