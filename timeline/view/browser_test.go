@@ -23,6 +23,7 @@ import (
 	"github.com/chromedp/cdproto/log"
 	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/chromedp"
+	"github.com/chromedp/chromedp/kb"
 
 	"github.com/gohvd/gohvd/timeline/report"
 )
@@ -140,6 +141,19 @@ func (p *tab) still() {
 		}
 		return '';
 	})()`)
+}
+
+// place returns where a point of an element is, after it was scrolled into view.
+func (p *tab) place(id string, dx, dy float64) (x, y float64) {
+	p.Helper()
+	var at []float64
+	p.list(`(() => {
+		const e = document.getElementById("`+id+`");
+		e.scrollIntoView({ block: "center", behavior: "instant" });
+		const r = e.getBoundingClientRect();
+		return [r.left, r.top];
+	})()`, &at)
+	return at[0] + dx, at[1] + dy
 }
 
 func (p *tab) noFaults() {
@@ -444,6 +458,10 @@ func TestHostileNames(t *testing.T) {
 			return "";
 		})()`)
 		p.still()
+		note := p.text(`document.getElementById("timeline-note").textContent`)
+		if is := strings.Contains(note, "exported without this detail"); is != strings.HasPrefix(url, "file:") {
+			t.Errorf("%s: a tensor on all ranks: the note is %q", url, note)
+		}
 		if title := p.text(`document.title`); !strings.HasPrefix(title, "Timelines: <img") {
 			t.Errorf("got the title %q", title)
 		}
@@ -478,6 +496,112 @@ func TestRedirect(t *testing.T) {
 		}
 	}
 	p.ready()
+	p.noFaults()
+}
+
+// What the keyboard and the tools of the page do.
+func TestKeysAndTools(t *testing.T) {
+	v := straggler.read(t)
+	p := openTab(t, serve(t, v).URL())
+	p.ready()
+	// The chosen row has a frame.
+	p.text(`document.getElementById("timeline").focus() ?? ""`)
+	p.do(chromedp.KeyEvent(kb.ArrowDown))
+	p.still()
+	var pixel, focus []int
+	p.list(`[...document.getElementById("timeline").getContext("2d").getImageData(1, 34 + 32 + 16, 1, 1).data].slice(0, 3)`,
+		&pixel)
+	p.list(`getComputedStyle(document.documentElement).getPropertyValue("--focus").trim().slice(1).match(/../g).map(x => parseInt(x, 16))`,
+		&focus)
+	if !slices.Equal(pixel, focus) {
+		t.Errorf("the edge of the chosen row has the colour %v, want %v", pixel, focus)
+	}
+	// The keys zoom within the picture, also if the time of the last click is not in it.
+	view := func() (from, to float64) {
+		t.Helper()
+		var both []float64
+		p.wait(`location.hash.includes("from=")`)
+		p.list(`["from", "to"].map(k => Number(new URLSearchParams(location.hash.slice(1)).get(k)))`, &both)
+		return both[0], both[1]
+	}
+	begin := func(n int) float64 { return v.report.StepList[n].BeginUS - micros(v.Begin) }
+	window, err := v.Window("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wide float64
+	p.list(`document.getElementById("timeline").clientWidth`, &wide)
+	p.do(chromedp.MouseClickXY(p.place("timeline", 150+(begin(1)+1000-window.FromUS)/(window.ToUS-window.FromUS)*(wide-150), 50)))
+	p.wait(`location.hash.includes("op=")`)
+	p.do(chromedp.KeyEvent(".."))
+	from, to := view()
+	p.do(chromedp.KeyEvent("w"))
+	p.wait(`!location.hash.includes("from=` + strconv.FormatFloat(from, 'f', -1, 64) + `&")`)
+	if a, b := view(); a < from || b > to {
+		t.Errorf("w shows %g to %g us, want a part of %g to %g", a, b, from, to)
+	}
+	// A tile whose fetch has failed is asked for again.
+	p.text(`(() => {
+		const real = fetch;
+		globalThis.asked = [];
+		globalThis.fetch = async address => {
+			asked.push(address);
+			if (asked.length === 1) throw new TypeError("broken");
+			return real(address);
+		};
+		return "";
+	})()`)
+	for p.text(`String(asked.length)`) == "0" {
+		p.do(chromedp.KeyEvent("w"))
+		p.still()
+	}
+	p.wait(`document.getElementById("timeline-note").textContent.includes("does not answer")`)
+	p.do(chromedp.KeyEvent(kb.ArrowDown))
+	p.wait(`asked.slice(1).includes(asked[0])`)
+	// The brush, by its fields and by the mouse.
+	p.text(`(() => {
+		document.getElementById("brush-from").value = 3;
+		document.getElementById("brush-to").value = 4;
+		document.getElementById("brush").requestSubmit();
+		return "";
+	})()`)
+	p.wait(`location.hash.includes("from=")`)
+	last := v.report.StepList[4]
+	room := (begin(4) + last.LengthUS - begin(3)) / 10
+	if a, b := view(); math.Abs(a-begin(3)+room) > 1 || math.Abs(b-begin(4)-last.LengthUS-room) > 1 {
+		t.Errorf("the brush shows %g to %g us, want steps 3 and 4 from %g us", a, b, begin(3))
+	}
+	x, y := p.place("strip", 600, 60)
+	p.do(chromedp.MouseEvent(chromedp.MousePressed, x, y, chromedp.ButtonLeft),
+		chromedp.MouseEvent(chromedp.MouseMoved, x+200, y, chromedp.ButtonLeft))
+	p.wait(`document.querySelector("#strip .u-select").offsetWidth > 100`) // uPlot draws it in the next frame
+	p.do(chromedp.MouseEvent(chromedp.MouseReleased, x+200, y, chromedp.ButtonLeft))
+	p.wait(`document.getElementById("brush-from").value !== "3"`)
+	// Sort, filter and copy.
+	column := func() (rows []string) {
+		p.list(`[...document.querySelectorAll("#table tbody tr")].map(r => r.firstElementChild.textContent)`, &rows)
+		return rows
+	}
+	for range 2 {
+		p.text(`[...document.querySelectorAll("#table thead button")].find(b => /^rank/.test(b.textContent)).click() ?? ""`)
+	}
+	p.wait(`location.hash.includes("sort=rank%2Fup")`)
+	if got := column(); !slices.Equal(got, []string{"0", "1", "2", "3"}) {
+		t.Errorf("sorted by rank: got %q", got)
+	}
+	p.text(`(() => {
+		navigator.clipboard.writeText = async text => { globalThis.copied = text; };
+		document.getElementById("filter").value = "NODE1";
+		document.getElementById("filter").dispatchEvent(new Event("input"));
+		document.getElementById("copy").click();
+		return "";
+	})()`)
+	p.wait(`!!globalThis.copied`)
+	copied := strings.Split(p.text(`copied`), "\n")
+	if got := column(); len(got) != 2 || len(copied) != 4 || !strings.HasPrefix(copied[0], "rank\thost\theld up all\t") ||
+		!strings.HasPrefix(copied[1], got[0]+"\tnode1\t") {
+		t.Errorf("filtered: got the ranks %q, and copied %q", got, copied)
+	}
 	p.noFaults()
 }
 

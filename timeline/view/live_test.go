@@ -18,6 +18,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/chromedp/chromedp"
+	"github.com/chromedp/chromedp/kb"
+
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline/report"
@@ -528,6 +531,15 @@ func TestPageOfARunningJob(t *testing.T) {
 	p.wait(`document.getElementById("live-verdict").innerText === "Rank 2 held up all others." && document.getElementById("live-problems").innerText === ""`)
 	p.still()
 
+	// What chooses nothing new does not pause the page.
+	p.text(`document.getElementById("timeline").focus() ?? ""`)
+	p.do(chromedp.KeyEvent(kb.Escape))
+	p.text(`document.querySelector("#table button.link").click() ?? ""`)
+	p.wait(`location.hash.includes("rank=")`)
+	p.still()
+	if got := text("follow"); got != "Pause" {
+		t.Errorf("after Esc and a click on a rank the page offers %q, want that it follows", got)
+	}
 	// To look at a step pauses the page. Nothing changes then, and the job is not followed.
 	p.text(`document.getElementById("late-next").click() ?? ""`)
 	p.wait(`document.getElementById("follow").textContent === "Follow"`)

@@ -17,18 +17,21 @@ function address(name, query) {
   return 'data/' + name + '?' + q;
 }
 
+// Refused is the error of an answer that will be the same if it is asked for again.
+class Refused extends Error {}
+
 async function body(name, query) {
   const at = address(name, query);
   if (packed) {
     const text = packed[at];
-    if (text === undefined) throw new Error('This page was exported without this detail. Run hvdrun view to see it.');
+    if (text === undefined) throw new Refused('This page was exported without this detail. Run hvdrun view to see it.');
     const stream = new Blob([Uint8Array.from(atob(text), c => c.charCodeAt(0))]).stream();
     return new Response(stream.pipeThrough(new DecompressionStream('gzip')));
   }
   const answer = await fetch(at).catch(() => {
     throw new Error('hvdrun view does not answer: it has ended, or the connection is broken.');
   });
-  if (!answer.ok) throw new Error((await answer.text()).trim());
+  if (!answer.ok) throw new Refused((await answer.text()).trim());
   return answer;
 }
 
@@ -75,7 +78,8 @@ let held = 0;
 
 function keyOf(q) { return `${run}|${q.rows}|${q.align}|${q.level}|${q.index}|${q.group}`; }
 
-// tile returns a tile, or undefined while it is fetched. It calls ready when the tile has come.
+// tile returns a tile, or undefined while it is fetched. It calls ready when the tile has come. If there is no such
+// tile, its field failed is the error. An exported page lacks many tiles, so ready does not get this error there.
 export function tile(query, ready) {
   const key = keyOf(query);
   const known = tiles.get(key);
@@ -98,8 +102,9 @@ export function tile(query, ready) {
     }
     ready();
   }).catch(error => {
-    entry.tile = { failed: true, bytes: 0 };
-    if (!packed) ready(error);
+    if (error instanceof Refused) entry.tile = { failed: error, bytes: 0 };
+    else if (tiles.get(key) === entry) tiles.delete(key); // it is asked for again
+    ready(packed ? undefined : error);
   });
   return undefined;
 }

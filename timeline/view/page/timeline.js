@@ -18,7 +18,7 @@ let labels = [];      // of the unfolded rank
 let labelsOf = '';
 let colors = [], patterns = {};
 let scroll = 0;
-let cursor = { row: 0, us: null }; // the row and the time that the keyboard has chosen
+let cursor = { row: 0, us: undefined }; // the row of the keyboard, and the time of the last click
 let planned = false;
 let following = false; // the end of a running job is shown
 let frozen = false;    // the last frame stays until the tiles of a new state have come
@@ -83,6 +83,7 @@ export async function refresh() {
       await json('window').catch(fail);
     if (align !== wanted) return;
     windowOf = fetched ?? windowOf;
+    if (failed) align = undefined; // so that it is asked for again
   }
   const rows = state.open === '' ? '' : 'rank:' + state.open;
   if (labelsOf !== rows || anew) {
@@ -91,6 +92,7 @@ export async function refresh() {
     const fetched = rows ? await json('labels', { rows }).catch(fail) : [];
     if (labelsOf !== rows) return;
     labels = fetched ?? [];
+    if (!fetched) labelsOf = undefined;
   }
   tools();
   if (failed) complain(failed);
@@ -202,12 +204,13 @@ function paint() {
   const bands = new Map(); // by rank and begin, because a period may be in several tiles
   for (const group of groups(shown)) for (const slot of slots(from, to)) piece(c, group, slot, x, top, bands);
   hold(c, bands.values(), shown, parts, x, top, height);
-  if (cursor.us !== null) {
+  const chosen = chosenTime();
+  if (chosen !== undefined) {
     c.fillStyle = color('text');
-    rectangle(c, x(cursor.us), axisHeight, 1, height);
+    rectangle(c, x(chosen), axisHeight, 1, height);
   }
   c.restore();
-  names(c, shown, top, left, width);
+  names(c, shown, top, left, parts[Math.min(cursor.row, parts.length - 1)]);
   c.restore();
   axis(c, from, to, left, width);
   drawn.frames++;
@@ -221,10 +224,15 @@ function complete(parts, from, to) {
   for (const g of groups(parts)) {
     for (const slot of slots(from, to)) {
       const query = { rows: g.rows, level: slot.level, index: slot.index, group: g.group, align: state.align };
-      all = !!tile(query, draw) && all;
+      all = !!tile(query, tileCame) && all;
     }
   }
   return all;
+}
+
+function tileCame(error) {
+  if (error) complain(error);
+  else draw();
 }
 
 function rectangle(c, x, y, w, h) {
@@ -264,17 +272,19 @@ function groups(shown) {
   return found;
 }
 
-// piece draws a tile of a group, or what is known of it while it is fetched.
+// piece draws a tile of a group, or what is known of it while it is fetched, or if there is no such tile.
 function piece(c, g, slot, x, top, bands) {
   const query = { rows: g.rows, level: slot.level, index: slot.index, group: g.group, align: state.align };
-  let t = tile(query, error => (error ? complain(error) : draw()));
+  let t = tile(query, tileCame);
   let at = slot;
   let part = 1;
   while ((!t || t.failed) && at.level > 0) {
     at = { level: at.level - 1, index: at.index >> 1 };
     part /= 2;
-    t = cached({ ...query, level: at.level, index: at.index });
+    const above = { ...query, level: at.level, index: at.index };
+    t = t?.failed ? tile(above, tileCame) : cached(above);
   }
+  if (t?.failed) complain(t.failed);
   if (!t || t.failed) return;
   const [first, last] = [g.parts[0], g.parts.at(-1)];
   if (t.exact) {
@@ -373,8 +383,8 @@ function text(c, whole, x, y, width) {
   if (n > 2) c.fillText(whole.slice(0, n) + '…', x, y);
 }
 
-// names draws the labels of the rows.
-function names(c, shown, top, left) {
+// names draws the labels of the rows, and a frame around the one that the keyboard has chosen.
+function names(c, shown, top, left, chosen) {
   c.textBaseline = 'middle';
   let free = -Infinity;
   const middle = p => p.y + top + Math.max(p.height / 2, 7);
@@ -397,8 +407,7 @@ function names(c, shown, top, left) {
     if (p.tensor === undefined && state.rows === 'ranks' && !low) label = (state.open === String(p.rank) ? '▾ ' : '▸ ') + label;
     text(c, label, p.tensor === undefined ? 6 : 18, y, left - (p.tensor === undefined ? 12 : 24));
   }
-  const chosen = shown.find(p => p === current());
-  if (chosen && document.activeElement === canvas()) {
+  if (shown.includes(chosen) && document.activeElement === canvas()) {
     c.strokeStyle = color('focus');
     c.lineWidth = 2;
     c.strokeRect(1, chosen.y + top + 1, left - 3, Math.max(chosen.height - 2, 2));
@@ -450,7 +459,13 @@ function axis(c, from, to, left, width) {
 // current returns the row that the keyboard has chosen.
 function current() {
   const { parts } = layout();
-  return parts.find((p, i) => i === Math.min(cursor.row, parts.length - 1));
+  return parts[Math.min(cursor.row, parts.length - 1)];
+}
+
+// chosenTime returns the time of the last click if it is shown.
+function chosenTime() {
+  const [from, to] = visible();
+  return cursor.us >= from && cursor.us <= to ? cursor.us : undefined;
 }
 
 // zoom changes the shown time by a factor. The time at stays where it is.
@@ -535,8 +550,8 @@ function key(e) {
     draw();
   };
   switch (e.key) {
-    case 'w': case '+': case '=': zoom(1 / 1.5, cursor.us ?? undefined); break;
-    case 's': case '-': zoom(1.5, cursor.us ?? undefined); break;
+    case 'w': case '+': case '=': zoom(1 / 1.5, chosenTime()); break;
+    case 's': case '-': zoom(1.5, chosenTime()); break;
     case 'a': case 'ArrowLeft': move(from - span / 5, span); break;
     case 'd': case 'ArrowRight': move(from + span / 5, span); break;
     case '0': case 'f': set({ from: '', to: '' }); break;
@@ -547,8 +562,8 @@ function key(e) {
     case 'PageUp': row(-20); break;
     case 'PageDown': row(20); break;
     case 'u': case ' ': toggle(current()); break;
-    case 'Enter': if (current()) choose(current(), cursor.us ?? (from + to) / 2); break;
-    case 'Escape': cursor.us = null; set({ op: '', rank: '' }); break;
+    case 'Enter': if (current()) choose(current(), chosenTime() ?? (from + to) / 2); break;
+    case 'Escape': cursor.us = undefined; set({ op: '', rank: '' }); draw(); break;
     default: return false;
   }
   return true;
@@ -562,6 +577,7 @@ export function renew(theInfo, theReport, follow) {
   info = theInfo;
   report = theReport;
   following = follow;
+  cursor.us = undefined; // the new times may begin elsewhere
 }
 
 // stay ends the following of a running job. The picture stays the same, unless all is to be shown.
@@ -618,6 +634,7 @@ export function start(theInfo, theReport) {
     }
     cursor.us = timeAt(e.offsetX);
     choose(p, cursor.us);
+    draw();
   });
   c.addEventListener('pointercancel', () => { drag = null; });
   new ResizeObserver(draw).observe(c);
