@@ -226,6 +226,9 @@ class Tables(unittest.TestCase):
         text = "\n".join(watch_cost.table(r, list(watch_cost.WAYS)))
         self.check(text, ["none: 1.05 ms a step (1.00 to 1.10)", "metrics          median +10.00 %", "+10.00 to +10.00 %, 2 rounds"], ["none: 1.00 ms a step"])
         self.assertEqual(text.count("median"), 1)  # one round has no interval
+        reads = iter([(161.0, 10.0), (483.0, 10.5)])
+        with unittest.mock.patch.object(watch_cost, "tensors", lambda: next(reads)):
+            self.assertAlmostEqual(watch_cost.window(0), 250_000)  # two steps in half a second
 
 
 class Report(Folder):

@@ -4,7 +4,7 @@ in steps over ResNet-50's gradients. Steps with one of the first four, and steps
 compared with steps with none of them.
 
     bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS [WAY ...]]]]
-    bench/watch-cost.py 30 400 2 "none again" viewer           the page only; 5 minutes
+    bench/watch-cost.py within [ROUNDS [SECONDS [RANKS]]]      the page only, switched on and off within one job
 
 In each round hvdbench runs once in each WAY, by default in all of them, in random order, and each run is a job of its own. The time of a run is
 the median of its steps. In each round, it is divided by the time of the run with none of the three, if the state of the
@@ -12,6 +12,12 @@ cores was the same (cores.py). For each state and way, the script prints the med
 the 95 % confidence interval of their mean (Student's t on logarithms). In the runs with metrics, the metrics of all ranks
 are read twice a second. In the runs with a viewer, hvdrun serves the page (--view) and the script follows the job as an
 open page does: it reads the stream of states, and the report and the pictures of each new one.
+
+The times of whole jobs differ by some percent also without a page ("none again"). So with the word within, one job runs
+all the time. In each round the time of a step is measured for SECONDS in each of three windows: with a page, without
+one, and without one again, in random order. It is the length of the window divided by the number of tensors that rank 0
+has reduced in it, which its metrics have, times 161. A window without a page begins when the ranks do not record any
+more, up to 13 s after the last page has gone. 20 rounds of 12 s take about 20 minutes.
 """
 
 import csv
@@ -21,11 +27,13 @@ import math
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 
 import cores
@@ -57,16 +65,25 @@ def scrape(ended):
     return times
 
 
-def look(errors, seen):
-    """Follows a job as its page does until the job ends. errors is hvdrun's standard error, which has the address of the
-    page. The number of operations in each report goes to the list seen.
+def enter(errors):
+    """Opens the page of a job. errors is hvdrun's standard error, which has its address. Returns the address without the
+    token, and an opener that has access.
     """
     address = next((m[0] for line in errors if (m := re.search(r"http://\S+", line))), None)
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
-    try:
-        opener.open(address, timeout=10).close()
-        base, last = address.partition("?")[0], None
-        for line in opener.open(base + "live", timeout=10):
+    opener.open(address, timeout=10).close()
+    return address.partition("?")[0], opener
+
+
+def follow(base, opener, seen, ended):
+    """Follows a job as its page does until the event ended is set. The number of operations in each report goes to the
+    list seen.
+    """
+    last = None
+    with opener.open(base + "live", timeout=10) as states:
+        for line in states:
+            if ended.is_set():
+                return
             if not line.startswith(b"data: "):
                 continue
             name = json.loads(line[6:])["run"]
@@ -76,10 +93,73 @@ def look(errors, seen):
                 if part == "report?":
                     seen.append(json.loads(body)["operations"])
             last = name
-    except (OSError, TypeError):
+
+
+def look(errors, seen):
+    """Follows a job as its page does until the job ends."""
+    try:
+        follow(*enter(errors), seen, threading.Event())
+    except (OSError, AttributeError):
         pass  # the job has ended, and its page with it
     for _ in errors:
         pass
+
+
+REST = 14  # the seconds after which the ranks do not record any more, when the last page has gone
+GRADIENTS = 161  # of ResNet-50
+
+
+def tensors():
+    """Returns the number of tensors that rank 0 has reduced, and when it was read."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return sum(float(n) for n in re.findall(r"^hvd_collective_tensors_total\{.*\} (\S+)$", text, re.MULTILINE)), time.monotonic()
+
+
+def window(seconds):
+    """Returns the time of a step in the next seconds, in us."""
+    before, begun = tensors()
+    time.sleep(seconds)
+    after, ended = tensors()
+    return (ended - begun) / (after - before) * GRADIENTS * 1e6
+
+
+def within(rounds, seconds, ranks):
+    """Measures steps of one job with and without a page that follows it. Returns the results."""
+    with tempfile.TemporaryDirectory() as programs:
+        subprocess.run(["go", "build", "-o", programs + "/", "./cmd/hvdrun", "./cmd/hvdbench"], cwd=cores.ROOT, check=True)
+        command = [programs + "/hvdrun", "-np", str(ranks), "--view", "--metrics-addr", f"127.0.0.1:{PORT}",
+                   programs + "/hvdbench", "--workload", "resnet50", "-n", "1000000", "-w", "10", "--format", "csv"]
+        with subprocess.Popen(command, env=os.environ | NONE | {"XDG_RUNTIME_DIR": programs}, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True) as job:
+            try:
+                base, opener = enter(job.stderr)
+                while tensors()[0] < 20 * GRADIENTS:
+                    time.sleep(0.5)
+                watch, gone = cores.Watch(), -math.inf
+                for n in range(rounds):
+                    for way in random.sample(["viewer", "none", "none again"], 3):
+                        if way == "viewer":
+                            seen, ended = [], threading.Event()
+                            page = threading.Thread(target=follow, args=(base, opener, seen, ended))
+                            page.start()
+                            time.sleep(2)
+                        else:
+                            time.sleep(max(gone + REST - time.monotonic(), 0))
+                        us, state = watch.run(lambda: window(seconds))
+                        watch.add(state, n, {way: us})
+                        if way == "viewer":
+                            ended.set()
+                            page.join()
+                            gone = time.monotonic()
+                            if len(seen) < 2:
+                                sys.exit(f"watch-cost: the page has shown no operation: {seen}")
+                    print(f"\rround {n + 1} of {rounds}", end="", file=sys.stderr, flush=True)
+                print(file=sys.stderr)
+                return watch
+            finally:
+                job.send_signal(signal.SIGINT)
+                threading.Thread(target=job.stderr.read).start()  # so that hvdrun can write its last lines
 
 
 def run(way, programs, iterations, ranks):
@@ -148,6 +228,12 @@ def table(results, ways):
 
 def main():
     given = sys.argv[1:]
+    if given[:1] == ["within"]:
+        rounds, seconds, ranks = (int(a) for a in (given[1:4] + ["20", "12", "2"][len(given[1:4]):]))
+        watch = within(rounds, seconds, ranks)
+        print(f"{ranks} ranks, one job, {rounds} rounds of three windows of {seconds} s")
+        print(*table(watch, ["none", "none again", "viewer"]), sep="\n")
+        return
     rounds, iterations, ranks = (int(a) for a in (given[:3] + ["30", "60", "2"][len(given[:3]):]))
     ways = ["none"] + [w for w in given[3:] or WAYS if w != "none"]
     if unknown := set(ways) - set(WAYS):
