@@ -137,6 +137,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		}
 		defer release()
 	}
+	report := keepEpilogue(options.Inquiry)
 	finish, folder := r.serveLive(j, reports, options.Inquiry)
 	closeView, err := r.viewOwn(j, folder)
 	if err != nil {
@@ -144,7 +145,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 	result, err := launch.Run(context.Background(), options)
-	finish(endOf(result, err, j.nodes))
+	end := endOf(result, err, j.nodes)
+	end.Report = report()
+	finish(end)
 	closeView()
 	r.status = result.Status
 	return r.where.explain(err)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
@@ -298,6 +299,22 @@ func (r *reporter) epilogue(known []string, culprits []int, failed bool) string 
 	}
 	return r.text(fmt.Sprintf("what the ranks did when the job failed, from %d of %d ranks", len(dumps),
 		r.size), f, dumps, r.ranks.Err())
+}
+
+// keepEpilogue returns a function that returns the last text of an Inquiry's Epilogue without the lines
+// around it, or "". It may be called at any time.
+func keepEpilogue(i *launch.Inquiry) func() string {
+	var kept atomic.Value
+	epilogue := i.Epilogue
+	i.Epilogue = func(known []string, culprits []int, failed bool) string {
+		text := epilogue(known, culprits, failed)
+		kept.Store(strings.Trim(text, "-\n"))
+		return text
+	}
+	return func() string {
+		text, _ := kept.Load().(string)
+		return text
+	}
 }
 
 // decode decodes the dumps of size ranks in bodies. For each rank whose dump is missing, the result absent

@@ -220,6 +220,9 @@ func stateOf(s *table.States) view.State {
 	for _, p := range s.Problems() {
 		state.Problems = append(state.Problems, view.Problem{Text: p.Text, Alarm: p.Style == table.Alarm})
 	}
+	if state.Ended {
+		state.Report = s.Now.End.Report
+	}
 	if s.Now != nil {
 		for _, p := range s.Now.Problems {
 			state.Missing = append(state.Missing, p.Missing...)

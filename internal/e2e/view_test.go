@@ -178,12 +178,14 @@ func TestViewOfAStall(t *testing.T) {
 		}
 		p.until("that it goes on", func(s *view.State) bool { return !says(s) })
 	}
-	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
+	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	s = p.until("the end", func(s *view.State) bool { return s.Ended })
-	if !strings.Contains(s.Verdict, "exit status 130") || !s.Alarm {
-		t.Errorf("got the verdict %q", s.Verdict)
+	if !strings.Contains(s.Verdict, "exit status 137") || !s.Alarm ||
+		!strings.HasPrefix(s.Report, "hvdrun: what the ranks did when the job failed, from ") ||
+		!strings.Contains(s.Report, "grad/7") {
+		t.Errorf("got the verdict %q and the report %q", s.Verdict, s.Report)
 	}
 	j.wait()
 	if a, err := p.http.Get(p.base + "data/report"); err != nil || a.StatusCode != http.StatusOK {

@@ -212,6 +212,9 @@ type End struct {
 	// Status is the exit status of hvdrun, and Text says why the job has ended, as a sentence.
 	Status int    `json:"status"`
 	Text   string `json:"text"`
+	// Report is what hvdrun has printed at the end about what the processes did, or empty. It has at most a
+	// few hundred lines, without control characters.
+	Report string `json:"report,omitempty"`
 }
 
 // DecodeJob decodes a Job that is encoded as JSON.

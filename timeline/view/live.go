@@ -51,6 +51,8 @@ type State struct {
 	Verdict string `json:"verdict"`
 	Alarm   bool   `json:"alarm"`
 	Ended   bool   `json:"ended"`
+	// Report has lines about what the processes did at the end of the job, or is "".
+	Report string `json:"report"`
 	// Problems says what is wrong at the moment, and Missing has the numbers of the processes for which
 	// others wait, or which do not answer.
 	Problems []Problem `json:"problems"`

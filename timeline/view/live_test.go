@@ -571,7 +571,9 @@ func TestPageOfARunningJob(t *testing.T) {
 	p.wait(`document.getElementById("follow").textContent === "Pause"`)
 
 	// At the end of the job the page stays, and closes the stream.
-	l.update(t, 4, State{Verdict: "The job has ended with exit status 3 after 9 s: rank 1", Alarm: true, Ended: true}, nil)
+	l.update(t, 4, State{Verdict: "The job has ended with exit status 3 after 9 s: rank 1", Alarm: true, Ended: true,
+		Report: "what the ranks did\n  rank 1 <b>waits</b>\n"}, nil)
+	p.wait(`document.getElementById("live-report").innerText === "what the ranks did\n  rank 1 <b>waits</b>\n"`)
 	p.wait(`document.getElementById("live-verdict").classList.contains("alarm")`)
 	l.Followed(t.Context())
 	if got := text("live-verdict"); !strings.Contains(got, "exit status 3") {

@@ -17,6 +17,7 @@ function now(s) {
     $('live-problems').dataset.text = problems;
     $('live-problems').replaceChildren(...all.map(p => el('li', { class: 'alarm' }, plain(p.text))));
   }
+  $('live-report').textContent = (s.report ?? '').split('\n').map(plain).join('\n');
   $('live-timelines').textContent = plain(s.timelines);
   $('live-epochs').replaceChildren(...(s.epochs ?? []).map(text => el('li', {}, plain(text))));
   const missing = new Set(s.missing ?? []);
