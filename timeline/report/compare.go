@@ -56,6 +56,8 @@ type Difference struct {
 	AUS    float64 `json:"a_us"`
 	BUS    float64 `json:"b_us"`
 	DiffUS float64 `json:"difference_us"`
+	// Share is DiffUS divided by AUS, or 0 if AUS is 0.
+	Share  float64 `json:"share"`
 	LowUS  float64 `json:"low_us"`
 	HighUS float64 `json:"high_us"`
 	// Differs is false if no difference was found, because the interval contains 0.
@@ -157,6 +159,9 @@ func differ(what, tensor string, a, b []float64, of func([]float64) float64) Dif
 	x, y := estimateOf(a, of), estimateOf(b, of)
 	d := Difference{What: what, Tensor: tensor, AUS: x.value, BUS: y.value, DiffUS: y.value - x.value,
 		variance: x.variance + y.variance, p: 1}
+	if d.AUS > 0 {
+		d.Share = d.DiffUS / d.AUS
+	}
 	switch {
 	case d.variance > 0:
 		d.freedom = d.variance * d.variance /
@@ -270,7 +275,7 @@ func verdictOf(rows, tensors []Difference) string {
 		if step.DiffUS < 0 {
 			more = "less"
 		}
-		text = fmt.Sprintf("a step takes %s %s in B (%s)", percent(math.Abs(step.DiffUS)/step.AUS), more,
+		text = fmt.Sprintf("a step takes %s %s in B (%s)", percent(math.Abs(step.Share)), more,
 			step.describe())
 	case found(rows)+found(tensors) == 0:
 		return fmt.Sprintf("no difference found, in the steps (%s), in the time for which a rank held up all others, and in %d tensors",

@@ -323,6 +323,9 @@ func TestPageShowsTheComparison(t *testing.T) {
 					t.Errorf("%s, column %d: got %q, want %g us", row[0], column, row[column], want)
 				}
 			}
+			if want := fmt.Sprintf("%+.1f %%", 100*d.Share); i == 0 && row[4] != want {
+				t.Errorf("%s: got %q, want %q", row[0], row[4], want)
+			}
 			if want := map[bool]string{true: "yes", false: "no difference found"}[d.Differs]; row[7] != want {
 				t.Errorf("%s: got %q, want %q", row[0], row[7], want)
 			}

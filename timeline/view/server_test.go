@@ -3,6 +3,7 @@ package view
 import (
 	"bufio"
 	"context"
+	"crypto/sha256"
 	"fmt"
 	"io"
 	"net"
@@ -85,6 +86,21 @@ func TestAccess(t *testing.T) {
 			if !cookie.HttpOnly || cookie.SameSite != http.SameSiteLaxMode {
 				t.Errorf("%s: got the cookie %v", c.what, cookie)
 			}
+		}
+	}
+}
+
+// The files of uPlot 1.6.32 are those of the registry of npm (dist/uPlot.iife.min.js, dist/uPlot.min.css and
+// LICENSE).
+func TestVendoredFiles(t *testing.T) {
+	for name, want := range map[string]string{
+		"uplot.js":      "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+		"uplot.css":     "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+		"uplot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+	} {
+		text, err := page.ReadFile("page/" + name)
+		if got := fmt.Sprintf("%x", sha256.Sum256(text)); err != nil || got != want {
+			t.Errorf("%s: got the SHA-256 %s, %v, want %s", name, got, err, want)
 		}
 	}
 }

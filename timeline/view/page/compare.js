@@ -23,6 +23,6 @@ export function compare(c) {
     el('tbody', {}, ...c.rows.slice(0, mostRows).map(d => el('tr', { class: d.differs ? 'marked' : false },
       el('th', { scope: 'row', class: 'text' }, plain(d.tensor ?? d.what) || '(empty)'),
       ...[duration(d.a_us), duration(d.b_us), signed(d.difference_us),
-        d.a_us > 0 ? (d.difference_us < 0 ? '-' : d.difference_us > 0 ? '+' : '') + percent(Math.abs(d.difference_us) / d.a_us) : '-',
+        d.a_us > 0 ? (d.difference_us < 0 ? '-' : d.difference_us > 0 ? '+' : '') + percent(Math.abs(d.share)) : '-',
         signed(d.low_us), signed(d.high_us), d.differs ? 'yes' : 'no difference found'].map(text => el('td', { class: 'number' }, text))))));
 }
