@@ -69,7 +69,7 @@ def enter(errors):
     """Opens the page of a job. errors is hvdrun's standard error, which has its address. Returns the address without the
     token, and an opener that has access.
     """
-    address = next((m[0] for line in errors if (m := re.search(r"http://\S+", line))), None)
+    address = next((m[1] for line in errors if (m := re.match(r"open (http://\S+)", line))), None)
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
     opener.open(address, timeout=10).close()
     return address.partition("?")[0], opener
@@ -113,7 +113,7 @@ def tensors():
     """Returns the number of tensors that rank 0 has reduced, and when it was read."""
     with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=10) as response:
         text = response.read().decode()
-    return sum(float(n) for n in re.findall(r"^hvd_collective_tensors_total\{.*\} (\S+)$", text, re.MULTILINE)), time.monotonic()
+    return sum(float(n) for n in re.findall(r'^hvd_collective_tensors_total\{.*rank="0".*\} (\S+)$', text, re.MULTILINE)), time.monotonic()
 
 
 def window(seconds):
