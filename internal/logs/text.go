@@ -56,7 +56,8 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", prefix(text, maxTextBytes), len(text))
 }
 
-// prefix returns the first n bytes of a text, or up to three less, so that it does not end within a character.
+// prefix returns the first n bytes of a text, or up to three less, so that it does not end within a
+// character.
 func prefix(text string, n int) string {
 	least := n - utf8.UTFMax
 	for n > least && !utf8.RuneStart(text[n]) {
@@ -65,8 +66,8 @@ func prefix(text string, n int) string {
 	return text[:n]
 }
 
-// Clip shortens a name that is longer than the given number of bytes to less than that. It appends a checksum,
-// so that names with the same beginning stay different.
+// Clip shortens a name that is longer than the given number of bytes to less than that. It appends a
+// checksum, so that names with the same beginning stay different.
 func Clip(name string, most int) string {
 	if len(name) <= most {
 		return name

@@ -152,7 +152,8 @@ func TestDumpBounds(t *testing.T) {
 		t.Errorf("got %d not shown, and lengths %d, %d", d.NotShown, len(d.Version), len(d.Why))
 	}
 	// Names that differ only after the limit stay different, and are not shortened again.
-	if a, b := d.Pending[0].Name, clip(long+"y"); a == b || clip(a) != a || !strings.HasPrefix(b, long[:maxNameBytes-12]) {
+	if a, b := d.Pending[0].Name, clip(long+"y"); a == b || clip(a) != a ||
+		!strings.HasPrefix(b, long[:maxNameBytes-12]) {
 		t.Errorf("got the names %q and %q", a, b)
 	}
 	text, err := Encode(d, DefaultOperations)

@@ -70,8 +70,8 @@ type merger struct {
 // the file is compressed. Rank r becomes process r, and each of its tensors becomes a thread. All times are
 // on rank 0's clock. If a rank started before rank 0, a constant is added to all times, so that none is
 // negative. The name of a thread precedes its events, the events are in order of time, except for what the
-// program did, and every begin event has an end event. A file gets its name only when it is complete. A device
-// is written as it is; what is neither a file nor a device is an error.
+// program did, and every begin event has an end event. A file gets its name only when it is complete. A
+// device is written as it is; what is neither a file nor a device is an error.
 func (j *Job) Merge(path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)

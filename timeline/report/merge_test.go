@@ -172,8 +172,8 @@ func TestMergeReplacesOnlyFiles(t *testing.T) {
 	out := t.TempDir()
 	file, link, fifo, device := filepath.Join(out, "file"), filepath.Join(out, "link"), filepath.Join(out, "fifo"),
 		filepath.Join(out, "device")
-	for _, err := range []error{os.WriteFile(file, nil, 0o600), os.Symlink("file", link), unix.Mkfifo(fifo, 0o600),
-		os.Symlink(os.DevNull, device)} {
+	for _, err := range []error{os.WriteFile(file, nil, 0o600), os.Symlink("file", link),
+		unix.Mkfifo(fifo, 0o600), os.Symlink(os.DevNull, device)} {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -183,7 +183,8 @@ func TestMergeReplacesOnlyFiles(t *testing.T) {
 		says string
 	}{link: {fs.ModeSymlink, ""}, device: {fs.ModeSymlink, ""}, fifo: {fs.ModeNamedPipe, "want a regular file|no such device"}} {
 		_, err := j.Merge(path)
-		if (err == nil) != (want.says == "") || err != nil && !regexp.MustCompile(want.says).MatchString(err.Error()) {
+		if (err == nil) != (want.says == "") || err != nil &&
+			!regexp.MustCompile(want.says).MatchString(err.Error()) {
 			t.Errorf("%s: got %v, want %q", filepath.Base(path), err, want.says)
 		}
 		if info, err := os.Lstat(path); err != nil || info.Mode().Type() != want.mode {

@@ -318,8 +318,8 @@ func TestLateHosts(t *testing.T) {
 		2: {"ranks 1 and 3, all ranks of host h1, are late together", "other load on host h1"},
 		4: {"ranks 1 and 3 are late together", "other load on hosts h1, h3"},
 	} {
-		job := training{ranks: 4, steps: 20, gradients: 2, backward: ms, exchange: ms, hosts: hosts, trip: 50 * us,
-			compute: func(rank, _ int) int { return 10*ms + rank%2*5*ms }}
+		job := training{ranks: 4, steps: 20, gradients: 2, backward: ms, exchange: ms, hosts: hosts,
+			trip: 50 * us, compute: func(rank, _ int) int { return 10*ms + rank%2*5*ms }}
 		dir := t.TempDir()
 		job.write(t, dir, rand.New(rand.NewPCG(1, 2)))
 		r := reportOf(t, dir)

@@ -534,7 +534,8 @@ func TestKeysAndTools(t *testing.T) {
 	}
 	var wide float64
 	p.list(`document.getElementById("timeline").clientWidth`, &wide)
-	p.do(chromedp.MouseClickXY(p.place("timeline", 150+(begin(1)+1000-window.FromUS)/(window.ToUS-window.FromUS)*(wide-150), 50)))
+	share := (begin(1) + 1000 - window.FromUS) / (window.ToUS - window.FromUS)
+	p.do(chromedp.MouseClickXY(p.place("timeline", 150+share*(wide-150), 50)))
 	p.wait(`location.hash.includes("op=")`)
 	p.do(chromedp.KeyEvent(".."))
 	from, to := view()

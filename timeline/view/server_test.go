@@ -218,8 +218,8 @@ func TestPanicsTakeNoPlace(t *testing.T) {
 	}
 }
 
-// Whoever opens many connections without the cookie does not lock out the browser that has it, and does not
-// end its connection.
+// Many connections without the cookie do not lock out the browser that has it, and do not end its
+// connection.
 func TestConnectionsAreLimited(t *testing.T) {
 	s := serve(t, straggler.read(t))
 	address := net.JoinHostPort(s.host, s.port)
