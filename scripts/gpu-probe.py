@@ -79,7 +79,7 @@ def priorities() -> Any:
 
 
 def capture() -> Any:
-    """While a stream is captured: its status and that of stream 0, code and status (want 0, 1 and an error)."""
+    """While a stream of torch is captured: its status and that of stream 0, code and status (want 0, 1 and 0, 0)."""
     stream, status, other = torch.cuda.Stream(), ctypes.c_int(), ctypes.c_int()
     check("begin", _runtime.cudaStreamBeginCapture(ctypes.c_void_p(stream.cuda_stream), 0))
     codes = [_runtime.cudaStreamIsCapturing(ctypes.c_void_p(s), ctypes.byref(to))
