@@ -28,6 +28,15 @@ func (g *GPUOperations) Use(b GPUBackend) bool {
 	return slices.ContainsFunc(g.all(), func(have *GPUBackend) bool { return *have == b })
 }
 
+// OffersNCCL reports whether no setting says how operations on CUDA devices run, so that they run with NCCL if
+// all ranks have it.
+func (c *Config) OffersNCCL() bool {
+	return !c.Given("HOROVOD_GPU_OPERATIONS") && c.GPU.Use(GPUNone)
+}
+
+// mayUseNCCL reports whether some operation may run with NCCL.
+func (c *Config) mayUseNCCL() bool { return c.GPU.Use(GPUNCCL) || c.OffersNCCL() }
+
 // UseAll makes b the backend of all kinds of operations.
 func (g *GPUOperations) UseAll(b GPUBackend) {
 	for _, of := range g.all() {
@@ -53,10 +62,10 @@ func (c *Config) settleGPUs() (warnings []warning) {
 			}
 		}
 	}
-	if c.NCCLStreams > 1 && !g.Use(GPUNCCL) {
+	if c.NCCLStreams > 1 && !c.mayUseNCCL() {
 		warnings = append(warnings, noEffect("HOROVOD_NUM_NCCL_STREAMS", ncclUnused))
 	}
-	if c.AsyncCompletion && !g.Use(GPUNCCL) {
+	if c.AsyncCompletion && !c.mayUseNCCL() {
 		warnings = append(warnings, noEffect("HOROVOD_ENABLE_ASYNC_COMPLETION", ncclUnused))
 	}
 	for _, s := range []struct {

@@ -100,11 +100,11 @@ func (c *Config) unread(s Setting, r Reader) string {
 			return "neither HOROVOD_CONTROLLER nor HOROVOD_CPU_OPERATIONS is mpi"
 		}
 	case "HVD_NCCL_LIBRARY":
-		if !c.GPU.Use(GPUNCCL) {
+		if !c.mayUseNCCL() {
 			return ncclUnused
 		}
 	case "HVD_CUDART_LIBRARY":
-		if !c.GPU.Use(GPUNCCL) && !c.GPU.Use(GPUHost) {
+		if !c.mayUseNCCL() && !c.GPU.Use(GPUHost) {
 			return "the settings choose no backend for tensors on CUDA devices"
 		}
 	case "HVD_RENDEZVOUS_HOST", "HVD_RENDEZVOUS_PORT", "HVD_SUBDOMAIN":

@@ -79,7 +79,6 @@ func TestUnread(t *testing.T) {
 	const threads, subdomain = "HOROVOD_MPI_THREADS_DISABLE", "HVD_SUBDOMAIN"
 	streams := []string{"HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_ENABLE_ASYNC_COMPLETION"}
 	common := slices.Concat(autotune, servers, []string{threads, subdomain})
-	usual := slices.Concat(common, streams)
 	for _, c := range []struct {
 		name   string
 		reader config.Reader
@@ -87,26 +86,28 @@ func TestUnread(t *testing.T) {
 		change func(*config.Config)
 		want   []string
 	}{
-		{"rank", config.Rank, config.Sources{}, none, slices.Concat(usual, devices)},
+		{"rank", config.Rank, config.Sources{}, none, common},
 		{"rank over shm", config.Rank, config.Sources{Environ: operations("shm")}, none,
-			slices.Concat(usual, devices, twoLevels, algorithms)},
+			slices.Concat(common, twoLevels, algorithms)},
 		{"rank over tcp", config.Rank, config.Sources{Environ: operations("tcp")}, none,
-			slices.Concat(usual, devices, twoLevels)},
+			slices.Concat(common, twoLevels)},
 		{"rank over MPI", config.Rank, config.Sources{}, mpi,
-			slices.Concat(autotune, servers, devices, streams, twoLevels, algorithms, []string{subdomain})},
+			slices.Concat(autotune, servers, twoLevels, algorithms, []string{subdomain})},
 		{"rank over NCCL", config.Rank, config.Sources{Environ: []string{"HOROVOD_GPU_OPERATIONS=nccl"}}, none,
 			slices.Concat(common, twoLevels)},
 		{"rank with copies from devices", config.Rank, config.Sources{Environ: []string{"HOROVOD_GPU_OPERATIONS=host"}},
-			none, append(slices.Clone(usual), "HVD_NCCL_LIBRARY")},
+			none, slices.Concat(common, streams, devices[:1])},
+		{"rank without devices", config.Rank, config.Sources{Environ: []string{"HOROVOD_GPU_OPERATIONS=none"}}, none,
+			slices.Concat(common, streams, devices)},
 		{"rank with autotuning", config.Rank, config.Sources{Environ: []string{"HOROVOD_AUTOTUNE=1"}}, none,
-			slices.Concat(servers, devices, streams, []string{threads, subdomain})},
+			slices.Concat(servers, []string{threads, subdomain})},
 		{"pod", config.Rank, config.Sources{Environ: []string{"JOB_COMPLETION_INDEX=1"}}, none,
-			slices.Concat(autotune, servers, devices, streams, []string{threads})},
+			slices.Concat(autotune, servers, []string{threads})},
 		{"node that is also a rank", config.Rank, config.Sources{Environ: node}, none,
-			slices.Concat(autotune, devices, streams, []string{threads, subdomain})},
-		{"torch backend", config.Rank, config.Sources{HaveStore: true}, none, slices.Concat(usual, devices, meeting,
+			slices.Concat(autotune, []string{threads, subdomain})},
+		{"torch backend", config.Rank, config.Sources{HaveStore: true}, none, slices.Concat(common, meeting,
 			[]string{"HVD_INIT_METHOD", "HVD_UNIQUE_ID"})},
-		{"hvdrun", config.Rank, config.Sources{Launcher: true}, none, slices.Concat(usual, devices, meeting)},
+		{"hvdrun", config.Rank, config.Sources{Launcher: true}, none, slices.Concat(common, meeting)},
 		{"hvdrun --servers", config.Node, config.Sources{Launcher: true}, none, unreadByNodes(t)},
 		{"node", config.Node, config.Sources{Environ: node, HaveStore: true}, none, unreadByNodes(t)},
 	} {
