@@ -297,7 +297,7 @@ func (o *deviceOp[R]) mark(c *call, buffers ...ondevice.Buffer) error {
 		if b.Len == 0 || slices.Contains(marked, b.Stream) {
 			continue
 		}
-		event, err := o.engine.rank.Devices.Mark(b.Device, b.Stream)
+		event, err := o.engine.rank.Mark(b.Device, b.Stream)
 		if err != nil {
 			o.release()
 			return c.Misuse("%w", err)

@@ -606,6 +606,11 @@ PUBLIC hvd_status_t hvd_dump(char **text) {
 	return gohvdDump(text);
 }
 
+PUBLIC hvd_status_t hvd_why_no_devices(char **text) {
+	needs(text, "why no devices", "got a null pointer");
+	return gohvdWhyNoDevices(text);
+}
+
 PUBLIC hvd_status_t hvd_next_stall(char **text) {
 	needs(text, "next stall", "got a null pointer");
 	return gohvdNextStall(text);

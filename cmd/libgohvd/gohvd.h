@@ -282,6 +282,10 @@ int32_t hvd_is_homogeneous(void); /* 1 if every host has the same number of rank
 int32_t hvd_has_devices(void);    /* 1 if operations on CUDA devices are possible */
 uint64_t hvd_epoch(void);         /* the number of the current life of the job, from 1 */
 
+/* hvd_why_no_devices returns the reason why operations on CUDA devices are not possible, and the ranks that have it. It is
+ * empty if they are possible. The text must be freed with hvd_free_text. */
+hvd_status_t hvd_why_no_devices(char **text);
+
 /* hvd_new_unique_id makes an id by which all ranks of a job can meet, as the setting HVD_UNIQUE_ID. This process
  * serves them until 30 s after they have met, or after an hvd_init by the id has failed in this process. options may
  * be NULL. The text must be freed with hvd_free_text. */

@@ -663,6 +663,12 @@ func gohvdDump(text **C.char) C.hvd_status_t {
 	return give(b, err, text)
 }
 
+//export gohvdWhyNoDevices
+func gohvdWhyNoDevices(text **C.char) C.hvd_status_t {
+	why, err := process.WhyNoDevices()
+	return give([]byte(why), err, text)
+}
+
 //export gohvdNextStall
 func gohvdNextStall(text **C.char) C.hvd_status_t {
 	b, err := process.NextStall()

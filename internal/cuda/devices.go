@@ -11,13 +11,11 @@ import (
 	"time"
 )
 
-var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl, or host (docs/nccl.md)")
-
 // errClosed is the error of Mark after Close.
 var errClosed = errors.New("cuda: the rank has left its job")
 
 // Devices makes events that mark how far the streams of other libraries have come, and copies tensors between
-// devices and the host. A nil *Devices has no device. Its methods are safe for concurrent use.
+// devices and the host. Its methods are safe for concurrent use.
 type Devices struct {
 	// EndTimeout bounds how long Copy waits after its context has ended. NewDevices sets it to 5 s.
 	EndTimeout time.Duration
@@ -45,9 +43,6 @@ func NewDevices(r *Runtime) *Devices {
 // Mark returns an event after all work that is on the stream now. stream is a cudaStream_t of the device with
 // the given index. The caller must call Release when nothing waits for the event any more.
 func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
-	if d == nil {
-		return nil, errNoDevices
-	}
 	e, err := d.event(index)
 	if err != nil {
 		return nil, err

@@ -231,6 +231,15 @@ func (l *Library) absence() error {
 	return rank.ErrNotInitialized
 }
 
+// WhyNoDevices returns why operations on CUDA devices are not possible, or "" if they are.
+func (l *Library) WhyNoDevices() (string, error) {
+	r, err := l.current("why no devices")
+	if err != nil {
+		return "", err
+	}
+	return r.NoDevices, nil
+}
+
 // Check returns why the job is over, or nil while it runs.
 func (l *Library) Check() error {
 	r, err := l.current("check")

@@ -221,7 +221,7 @@ func (c *call) mark(o *Op) error {
 	case o.Stream == perThread:
 		return errors.New("got stream 2, which is another stream in each thread")
 	}
-	e, err := x.Rank.Devices.Mark(o.Device, o.Stream)
+	e, err := x.Rank.Mark(o.Device, o.Stream)
 	if err != nil {
 		return err
 	}

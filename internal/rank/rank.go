@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -50,9 +51,10 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // the set of all ranks
 
-	// Devices marks the streams of the program on CUDA devices. It is nil if the settings choose
-	// no backend for them.
-	Devices *cuda.Devices
+	// Devices marks the streams of the program on CUDA devices. It is nil if operations on them are not
+	// possible, and NoDevices says why.
+	Devices   *cuda.Devices
+	NoDevices string
 	// AsyncCompletion is set if operations on CUDA devices complete when they have been launched.
 	AsyncCompletion bool
 	// lastDevice is the tensor.Device of the last operation on a CUDA device, or tensor.Host.
@@ -331,38 +333,56 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 	return append(all, tcp.Register(mesh, overTCP))
 }
 
-// gpuFile exists on a host with the driver of NVIDIA's GPUs.
-const gpuFile = "/dev/nvidiactl"
+// gpuFiles are those of which a host with the driver of NVIDIA's GPUs has one. The second one is that of WSL 2.
+var gpuFiles = []string{"/dev/nvidiactl", "/dev/dxg"}
+
+// hasGPU reports whether the host has a file of gpuFiles.
+func hasGPU() bool {
+	return slices.ContainsFunc(gpuFiles, func(file string) bool {
+		_, err := os.Stat(file)
+		return err == nil
+	})
+}
 
 // offerDevices loads NCCL if no setting says how operations on CUDA devices run, so that it is used if all
 // ranks have it. It returns the entry of the rank's capabilities that says so. CUDA's driver starts in this
 // process only at the first operation on a device, because the program may set CUDA_VISIBLE_DEVICES after
 // Init, or fork processes that use CUDA.
 func (r *Rank) offerDevices(cfg *config.Config, o *Options) map[string]string {
-	if cfg.Given("HOROVOD_GPU_OPERATIONS") || !cfg.GPU.Use(config.GPUNone) {
+	if !cfg.OffersNCCL() {
 		return nil
 	}
 	reason := ""
-	if _, err := os.Stat(gpuFile); o.ForClient || err != nil && cfg.NCCLLibrary == "" {
-		reason = "the rank has no GPU, or is in a sidecar"
-	} else if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
-		reason = err.Error()
+	switch {
+	case !cuda.Built:
+		reason = cuda.ErrNotBuilt.Error()
+	case o.ForClient:
+		reason = "a sidecar cannot use memory of the program's devices: unset HVD_SIDECAR"
+	case !hasGPU() && cfg.NCCLLibrary == "":
+		reason = fmt.Sprintf("its host has no GPU with a driver of NVIDIA (there is none of the files %s)",
+			strings.Join(gpuFiles, " and "))
+	default:
+		var err error
+		if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
+			reason = err.Error()
+		}
 	}
+	r.NoDevices = reason
 	return map[string]string{message.NCCL.String(): reason}
 }
 
 // openDevices loads the libraries for the operations on CUDA devices that the settings ask for, or uses those
 // that all ranks have offered.
 func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) {
-	if r.nccl != nil {
-		why := ""
+	if cfg.OffersNCCL() {
 		if r.session != nil {
-			_, why = r.session.Lacking(message.NCCL)
+			_, r.NoDevices = r.session.Lacking(message.NCCL)
 		}
-		if why == "" {
+		switch {
+		case r.NoDevices == "":
 			cfg.GPU.UseAll(config.GPUNCCL)
-		} else {
-			ecfg.Log.Info("operations on CUDA devices do not use NCCL", zap.String("reason", why))
+		case r.nccl != nil:
+			ecfg.Log.Info("operations on CUDA devices do not use NCCL", zap.String("reason", r.NoDevices))
 			if err := r.nccl.Close(); err != nil {
 				return err
 			}
@@ -370,6 +390,8 @@ func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) 
 		}
 	}
 	switch {
+	case cfg.GPU.Use(config.GPUNone) && r.NoDevices == "":
+		r.NoDevices = "HOROVOD_GPU_OPERATIONS is none"
 	case cfg.GPU.Use(config.GPUNCCL):
 		if r.nccl == nil {
 			if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err == nil {
@@ -395,6 +417,15 @@ func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) 
 	}
 	ecfg.Devices = r.Devices
 	return nil
+}
+
+// Mark does what Devices.Mark does. If operations on devices are not possible, its error says why.
+func (r *Rank) Mark(device int, stream uintptr) (*cuda.Event, error) {
+	if r.Devices == nil {
+		return nil, fmt.Errorf("operations on CUDA devices are not possible: %s (HOROVOD_GPU_OPERATIONS, docs/nccl.md)",
+			r.NoDevices)
+	}
+	return r.Devices.Mark(device, stream)
 }
 
 // inHost returns the kinds of operations that the settings do not run on NCCL, and for each the setting that

@@ -1012,7 +1012,7 @@ class Engine:
         """Returns why an operation on tensors on a CUDA device must be copied through host memory, or an empty text."""
         name = KIND_NAMES[op.kind]
         if not self.place().devices:
-            return "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks"
+            return _library.text_of(waiting.hvd_why_no_devices) or "operations on CUDA devices are not possible"
         if op.kind in (SEND, RECV):
             return f"a {name} is a message, which NCCL does not send for gohvd"
         return ""

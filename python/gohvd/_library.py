@@ -286,6 +286,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_begin_range": (),
     "hvd_end_range": (c_char_p, c_uint64),
     "hvd_dump": (POINTER(c_void_p),),
+    "hvd_why_no_devices": (POINTER(c_void_p),),
     "hvd_free_text": (c_void_p,),
     "hvd_ps_start": (POINTER(c_char_p), c_uint32, POINTER(Handle)),
     "hvd_ps_node": (POINTER(Node),),
