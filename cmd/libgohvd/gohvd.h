@@ -94,6 +94,8 @@ typedef uint64_t hvd_handle_t;
 #define HVD_GROUPED 1u        /* the tensors are a group: all of them are executed, or none */
 #define HVD_ERROR_FEEDBACK 2u /* the rounding errors of the compression are added to the next tensor of the name */
 #define HVD_EMPTY 4u          /* in a join: this rank also takes part in operations that have no neutral element */
+#define HVD_ON_DEVICE 8u      /* an operation on a device that NCCL runs is done when it has been launched, and \
+                               * result_stream waits for it; if it fails later, the job fails */
 
 /* A flag of hvd_shutdown: the program has failed, so the rank fails too, and the other ranks learn why. This
  * also ends an hvd_init, unless a sidecar runs the engine, and a shutdown that wait for the other ranks. */
@@ -157,7 +159,8 @@ typedef struct hvd_op {
 	 * operation waits for that. If allocate is NULL, a tensor whose result on a device has elements needs an
 	 * output, or the operation fails with HVD_ERROR_USAGE, perhaps only when the size is known. */
 	void *(*allocate)(void *context, uint32_t tensor, uint64_t bytes);
-	void *context; /* the first argument of allocate */
+	void *context;       /* the first argument of allocate */
+	void *result_stream; /* the cudaStream_t of HVD_ON_DEVICE; it may be stream */
 } hvd_op_t;
 
 /* hvd_op returns an operation on one tensor, or on none if tensor is NULL, with default options. */

@@ -290,7 +290,7 @@ type one struct {
 
 // read returns the operation c, whose name has nameBytes bytes. It refers to the memory of c.
 func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error) {
-	const known = C.HVD_GROUPED | C.HVD_ERROR_FEEDBACK | C.HVD_EMPTY
+	const known = C.HVD_GROUPED | C.HVD_ERROR_FEEDBACK | C.HVD_EMPTY | C.HVD_ON_DEVICE
 	switch {
 	case c.flags&^known != 0:
 		return o, misuse("submit", "got the flags %#x, of which %#x are unknown", uint32(c.flags),
@@ -308,11 +308,13 @@ func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error)
 			r.Place.Size)
 	}
 	o.OnDevice, o.Device, o.Stream = c.device >= 0, int(c.device), uintptr(c.stream)
-	if o.OnDevice && c.size == C.sizeof_hvd_op_t && c.allocate != nil {
-		f, context := c.allocate, c.context
-		o.Allocate = func(i, numBytes int) unsafe.Pointer {
-			return C.gohvd_allocate(f, context, C.uint32_t(i), C.uint64_t(numBytes))
+	if o.OnDevice && c.size == C.sizeof_hvd_op_t {
+		if f, context := c.allocate, c.context; f != nil {
+			o.Allocate = func(i, numBytes int) unsafe.Pointer {
+				return C.gohvd_allocate(f, context, C.uint32_t(i), C.uint64_t(numBytes))
+			}
 		}
+		o.Launched, o.ResultStream = c.flags&C.HVD_ON_DEVICE != 0, uintptr(c.result_stream)
 	}
 	s := &o.Spec
 	s.Name = unsafe.String((*byte)(unsafe.Pointer(c.name)), int(nameBytes))

@@ -86,8 +86,9 @@ func (m *machine) ready(w *Work) []*cuda.Event {
 }
 
 // streams returns the streams that wait on the device for the operation of w. If there are some, its entries
-// complete when they do, and it goes on without them. A timeline needs the times of the device, so with a
-// timeline the entries complete at the end. The slice belongs to the lane, and the next call overwrites it.
+// complete when they do, and it goes on without them. There are none if the program waits for the end of one
+// of the entries. A timeline needs the times of the device, so with a timeline the entries complete at the
+// end. The slice belongs to the lane, and the next call overwrites it.
 func (m *machine) streams(w *Work) []uintptr {
 	if w.watching != nil || w.Absent {
 		return nil
@@ -95,8 +96,8 @@ func (m *machine) streams(w *Work) []uintptr {
 	streams := m.scratch.streams[:0]
 	for _, e := range w.Entries {
 		part, ok := e.Device.(*cuda.DevicePart)
-		if !ok {
-			continue
+		if !ok || len(part.Streams) == 0 {
+			return nil
 		}
 		for _, s := range part.Streams {
 			if !slices.Contains(streams, s) {

@@ -28,6 +28,10 @@ type Op struct {
 	OnDevice bool
 	Device   int
 	Stream   uintptr
+	// If Launched is set, an operation that a backend runs on the device is done when it has been launched, and
+	// ResultStream, a cudaStream_t of the device, waits for it. Otherwise the setting of the rank decides.
+	Launched     bool
+	ResultStream uintptr
 	// Allocate returns memory of the device for the output of tensor i, or nil. It is called with the device
 	// as the current one of the thread. If it is nil itself, all results on a device that have elements need
 	// an output.
@@ -218,7 +222,7 @@ func (c *call) mark(o *Op) error {
 		return errors.New("got a device, but this operation has no tensor on a device")
 	case o.Device >= tensor.MaxCUDADevices:
 		return errors.New("got a device that no host has")
-	case o.Stream == perThread:
+	case o.Stream == perThread, o.Launched && o.ResultStream == perThread:
 		return errors.New("got stream 2, which is another stream in each thread")
 	}
 	e, err := x.Rank.Mark(o.Device, o.Stream)
@@ -227,7 +231,10 @@ func (c *call) mark(o *Op) error {
 	}
 	x.Device, x.Ready = tensor.CUDA(o.Device), []*cuda.Event{e}
 	c.device, c.stream, c.allocate = o.Device, o.Stream, o.Allocate
-	if x.Rank.AsyncCompletion {
+	switch {
+	case o.Launched:
+		x.Streams = []uintptr{o.ResultStream}
+	case x.Rank.AsyncCompletion:
 		x.Streams = []uintptr{o.Stream}
 	}
 	return nil

@@ -135,6 +135,14 @@ class Framework(Generic[A]):
         """Makes the current stream of the device wait for the work that is on stream now."""
         raise NotImplementedError
 
+    def result_stream(self, device: int) -> Any:
+        """Returns a stream of the device on which the program puts no work."""
+        raise NotImplementedError
+
+    def hold(self, x: A, stream: Any) -> None:
+        """Keeps the memory of x from being used again before the work that is on stream when x is freed."""
+        raise NotImplementedError
+
 
 @dataclass(eq=False)
 class Operation:
@@ -158,6 +166,10 @@ class Operation:
     """Whether the name that the ranks compare does not begin with the kind. Then ranks that call different operations
     with the same name get a mismatch error.
     """
+    launched: int = 0
+    """If it is AT_LAUNCH or APART, an operation that NCCL runs is done when it has been launched. With AT_LAUNCH, the stream
+    that is the current one in the call waits for it. With APART, another stream does, and the current one of ``results``.
+    """
     overwrites: bool = field(init=False)
     """Whether the operation has one tensor, and its result may overwrite the tensor and tells nothing else."""
 
@@ -168,9 +180,11 @@ class Operation:
 
 
 operation = functools.lru_cache(maxsize=4096)(Operation)
+AT_LAUNCH, APART = 1, 2
 
 # Offsets in a slot, in words of 8 bytes.
 _STREAM, _ALLOCATE = _library.Op.stream.offset // 8, _library.Op.allocate.offset // 8
+_RESULT_STREAM = _library.Op.result_stream.offset // 8
 _HANDLE = ctypes.sizeof(_library.Op) // 8
 _TENSORS = _HANDLE + 1
 _INPUT, _OUTPUT = _TENSORS + _library.Tensor.input.offset // 8, _TENSORS + _library.Tensor.output.offset // 8
@@ -213,6 +227,8 @@ class Slot:
             c.reduction = _IN_LIBRARY[op.reduction]
         c.dtype = codes[0][0] if codes else 0
         c.flags = _library.GROUPED if op.grouped else 0
+        if op.launched and device >= 0:
+            c.flags |= _library.ON_DEVICE
         c.num_tensors, c.tensors = len(shapes), at + 8 * _TENSORS
         c.root, c.peer, c.tag = op.root, op.peer, op.tag
         c.prescale, c.postscale, c.timeout_seconds = op.prescale, op.postscale, op.timeout
@@ -294,11 +310,15 @@ class Completion(Generic[A]):
     copies: Sequence[tuple[A, A]]
     """Pairs of arrays. The second array is copied to the first one."""
     stream: Any
-    """The stream that was the current one of the device of the arrays when the operation was begun, if they are on one."""
+    """The stream on which the results are complete if the arrays are on a device. It is the one that was the current one
+    when the operation was begun, unless the operation is done APART.
+    """
     result: _library.Result | None
     """What the library tells besides the elements of the results."""
     made: Made[A] | None
     """The results if the library lets this process allocate them on a device."""
+    kept: Sequence[A] = ()
+    """The arrays of an operation that is done APART, which the device may use until it has done the work of stream."""
 
 
 def _error(status: int, completion: Completion[A] | None) -> Exception:
@@ -354,7 +374,7 @@ class Call(Generic[A]):
             return False
         self.settle()
         if self.error is None:
-            self.results()
+            self.written()
         return True
 
     def settle(self, end: float | None = None) -> bool:
@@ -401,9 +421,24 @@ class Call(Generic[A]):
             return waiting.hvd_finish(self.number, 0.0, ctypes.addressof(result))
 
     def results(self) -> Sequence[A]:
-        """Waits for the operation and returns its results, which are the targets or new arrays. If the operation
-        failed, raises its error.
+        """Waits for the operation and returns its results, which are the targets or new arrays. The current stream of
+        their device waits for them. If the operation failed, raises its error.
         """
+        outputs, completion = self.written(), self.completion
+        if completion is not None and completion.stream is not None:
+            completion.framework.follow(completion.stream)
+        return outputs
+
+    def hold(self) -> None:
+        """Makes sure that the memory of the arrays is not used again too early, although no stream of the program waits for
+        the results yet.
+        """
+        if self.completion is not None:
+            for x in self.completion.kept:
+                self.completion.framework.hold(x, self.completion.stream)
+
+    def written(self) -> Sequence[A]:
+        """Returns the same as results, but without the wait of the current stream. Any thread may call it."""
         if self.slot is not None:
             self.settle()
         if self.error is not None:
@@ -433,8 +468,6 @@ class Call(Generic[A]):
                         memory.owner = result  # frees the memory when the last array is gone
                         outputs.append(fw.wrap(memory, shape, x))
                     self.outputs = outputs
-        if stream is not None:
-            fw.follow(stream)
 
     @property
     def stream(self) -> Any:
@@ -974,8 +1007,14 @@ class Engine:
             words[_ALLOCATE] = ctypes.cast(function, ctypes.c_void_p).value or 0
         slot.arrays = used
         completion = None
+        kept: Sequence[A] = ()
+        if stream is not None and op.launched:
+            # The copies use the stream of the call, and so does the caller of allocate.
+            if op.launched == APART and not copies and made is None:
+                stream, kept = fw.result_stream(device), used
+            words[_RESULT_STREAM] = fw.handle(stream)
         if copies or stream is not None or slot.tells:
-            completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None, made)
+            completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None, made, kept)
         return slot, results, completion
 
     def _outputs(

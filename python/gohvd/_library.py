@@ -72,6 +72,7 @@ ANY_SOURCE = -1
 """The peer of a recv that takes a message of any rank."""
 
 GROUPED = 1
+ON_DEVICE = 8
 FAILED = 1
 MEMBERS_ONLY = 1
 PUSH, PULL = 1, 2
@@ -117,6 +118,7 @@ class Op(Structure):
         ("stream", c_void_p),
         ("allocate", c_void_p),
         ("context", c_void_p),
+        ("result_stream", c_void_p),
     ]
 
 

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -186,6 +187,9 @@ class Devices(_engine.Framework[Array]):
         if stream != self.current:
             cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))
 
+    def result_stream(self, device: int) -> int:
+        return RESULTS
+
     def copy(self, target: Array, source: Array) -> None:
         copy(target.address, source.address, source.nbytes)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
@@ -205,6 +209,7 @@ def _address_of(view: memoryview) -> int:
 
 
 fw = Devices()
+RESULTS = new_stream()
 
 
 def begin(
@@ -465,6 +470,37 @@ class Values(OnDevice):
             self.assertEqual(result.read(), [2 * size()])
         call.results()
         self.assertEqual(fw.followed, [first, first], "the current stream may be another one in the second call")
+
+    def test_launched(self) -> None:
+        """Operations as torch.distributed begins them are done when they have been launched, although the last rank computes
+        its array after that. In the meantime the stream of a call that is done APART is free for other work.
+        """
+        last, total = size() - 1, size() * (size() - 1) / 2
+        with tempfile.TemporaryDirectory() as folder:
+            gate = os.path.join(folder, "open")
+            with unittest.mock.patch.dict(os.environ, {"STANDIN_CUDA_HOLD": gate} if rank() == last else {}):
+                stream = new_stream()
+            arrays = [Array([1]), Array([1])]
+            with fw.using(stream):
+                for x in arrays:
+                    x.write([rank()])
+                if rank() < last:
+                    cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))
+                fw.followed.clear()
+                call = begin(ALLREDUCE, arrays[:1], "apart", targets=arrays[:1], reduction=_engine.Sum, launched=_engine.APART)
+                call.written()
+                self.assertEqual(fw.followed, [], "another thread may have called it")
+                self.assertEqual(_runtime.cudaStreamQuery(ctypes.c_void_p(RESULTS)), 600)
+                if rank() < last:
+                    cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))
+                how = _engine.operation(ALLREDUCE, _engine.Sum, launched=_engine.AT_LAUNCH)
+                _engine.engine.call(fw, how, "at launch", global_process_set, arrays[1:], arrays[1:], wait=True)
+                self.assertEqual(_runtime.cudaStreamQuery(ctypes.c_void_p(stream)), 600)
+                with open(gate, "w"):
+                    pass
+                call.results()
+                self.assertEqual(fw.followed, [stream, RESULTS])
+                self.assertEqual([x.read() for x in arrays], [[total], [total]])
 
     def test_freed(self) -> None:
         """An allocation is freed and another one is at its address."""

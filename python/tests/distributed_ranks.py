@@ -705,6 +705,28 @@ class Works(Ranks):
         futures = [dist.all_reduce(torch.full((1,), float(i)), async_op=True).get_future() for i in range(20)]
         self.assertEqual([f.wait()[0].item() for f in reversed(futures)], [float(i * self.size) for i in reversed(range(20))])
 
+    def test_launched(self) -> None:
+        """Operations on devices are done when they have been launched. Only a wait makes the current stream wait for them;
+        if nobody waits, the tensors are held for the stream of the operation.
+        """
+        begin = _engine.engine.call
+        with mock.patch.object(_engine.engine, "call", side_effect=begin) as called:
+            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
+        blocking = _engine.AT_LAUNCH if hasattr(dist.AllreduceOptions(), "asyncOp") else _engine.APART
+        self.assertEqual([c.args[1].launched for c in called.call_args_list], [blocking, _engine.APART])
+        for waits in (True, False):
+            stream, call = mock.Mock(), mock.Mock(spec=_engine.Call)
+            call.stream, stream.query.return_value = stream, False
+            work = _work.Work(_work.Operation("all_reduce", [call], []))
+            with mock.patch.object(_work.LISTS, "follow") as follow:
+                if waits:
+                    work.wait()
+                self.assertFalse(work.is_completed())
+                self.assertEqual((follow.called, call.hold.called, call.results.called), (waits, not waits, False))
+            stream.query.return_value = True
+            self.assertTrue(work.is_completed())
+
     def test_futures_in_callbacks(self) -> None:
         """A callback may wait for the futures of other operations, which are begun before or in the callback."""
         if self.size == 1:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,8 +94,15 @@ def write(target: Tensor, source: Tensor) -> None:
 _STRIDED = torch.strided
 
 
+# The operations take turns on so many streams, because a wait for one of them also waits for the next ones on its stream.
+_RESULT_STREAMS = 8
+
+
 class _Torch(_engine.Framework[Tensor]):
     has_devices = True
+
+    def __init__(self) -> None:
+        self._result_streams: dict[int, Iterator[torch.cuda.Stream]] = {}
 
     def operands(self, op: _engine.Operation, x: Any, target: Any) -> tuple[list[Tensor], list[Tensor] | None]:
         tensors = list(x) if op.grouped else [x]
@@ -159,6 +166,16 @@ class _Torch(_engine.Framework[Tensor]):
         current = torch.cuda.current_stream(stream.device)
         if current != stream:
             current.wait_stream(stream)
+
+    def result_stream(self, device: int) -> torch.cuda.Stream:
+        streams = self._result_streams.get(device)
+        if streams is None:
+            made = [torch.cuda.Stream(device) for _ in range(_RESULT_STREAMS)]
+            streams = self._result_streams.setdefault(device, itertools.cycle(made))
+        return next(streams)
+
+    def hold(self, x: Tensor, stream: torch.cuda.Stream) -> None:
+        x.record_stream(stream)
 
 
 _torch = _Torch()

@@ -8,6 +8,7 @@ in flight.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -58,6 +59,8 @@ class Calls:
     ranks has the ranks of the group in the default group, or is None for the default group.
     """
 
+    _at_end = False
+    """Whether operations are done only when the device has done them."""
     _life = 0
     """How many groups this rank has made at the store."""
 
@@ -181,7 +184,8 @@ class Calls:
         """
         if self._why_invalid:
             self._check_valid(what)
-        how = _how(kind, reduce_op, root, splits, getattr(opts, "timeout", None), self._timeout)
+        launched = 0 if self._at_end else _engine.APART if getattr(opts, "asyncOp", True) else _engine.AT_LAUNCH
+        how = _how(kind, reduce_op, root, splits, getattr(opts, "timeout", None), self._timeout, launched)
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._free_name()
@@ -228,7 +232,7 @@ class Calls:
             return self._work(self._operation(what, number, [call], result))
         if self._why_invalid:
             self._check_valid(what)
-        how = _how(kind, reduce_op, root, (), opts.timeout, self._timeout)
+        how = _how(kind, reduce_op, root, (), opts.timeout, self._timeout, 0 if self._at_end else _engine.AT_LAUNCH)
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._free_name()
@@ -291,10 +295,13 @@ class Calls:
             number, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
             calls.append(call)
 
+        stream = calls[0].stream  # the operation is complete on it
+
         def add() -> None:
-            (indices,), (values,) = calls[0].results(), calls[1].results()
-            total = torch.sparse_coo_tensor(indices.t(), values, t.shape, device=t.device, check_invariants=True)
-            write(t, total.coalesce())
+            with contextlib.nullcontext() if stream is None else LISTS.using(stream):
+                (indices,), (values,) = calls[0].results(), calls[1].results()
+                total = torch.sparse_coo_tensor(indices.t(), values, t.shape, device=t.device, check_invariants=True)
+                write(t, total.coalesce())
 
         return self._work(self._operation("all_reduce", number, calls, [t], add))
 
@@ -645,6 +652,8 @@ class ElasticProcessGroup(ProcessGroup):
     torchft. timeout limits each operation, and how long the members wait for each other when they change.
     """
 
+    # The program decides by the errors of its operations whether it repeats a step with other members.
+    _at_end = True
     _why_invalid = "has no members yet: call reconfigure"
     _handle = ""
     _set, _members = global_process_set, []
@@ -785,11 +794,12 @@ def _limit(timeout: timedelta | None, default: timedelta) -> timedelta:
 
 @functools.lru_cache(maxsize=4096)
 def _how(
-    kind: int, reduce_op: int, root: int, splits: tuple[int, ...], timeout: timedelta | None, default: timedelta
-) -> _engine.Operation:
+    kind: int, reduce_op: int, root: int, splits: tuple[int, ...], timeout: timedelta | None, default: timedelta,
+    launched: int,
+) -> _engine.Operation:  # fmt: skip
     """Returns what a call does. The timeouts are those of _limit."""
     seconds = _limit(timeout, default).total_seconds()
-    return operation(kind, reduce_op, root=root, splits=splits, timeout=seconds, any_kind=True)
+    return operation(kind, reduce_op, root=root, splits=splits, timeout=seconds, any_kind=True, launched=launched)
 
 
 def _options(opts: Any, kind: Any) -> Any:

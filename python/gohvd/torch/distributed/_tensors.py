@@ -68,6 +68,10 @@ class _Lists(_Torch):
     def device(self, x: Any) -> int:
         return super().device(x.tensors[0] if isinstance(x, Parts) else x)
 
+    def hold(self, x: Any, stream: Any) -> None:
+        for t in x.tensors if isinstance(x, Parts) else (x,):
+            super().hold(t, stream)
+
     def empty(self, shape: Shape, like: Any, in_memory: bool = False) -> Tensor:
         if isinstance(like, Parts):
             return super().empty(shape, like.tensors[0], in_memory)

@@ -59,7 +59,7 @@ class Operation:
         self.result = result
         """The output tensors, which is what a future returns."""
         self.streams = [call.stream for call in calls if call.stream is not None]
-        """The streams of CUDA devices on which the results are complete."""
+        """The streams of CUDA devices on which the results are complete, perhaps later than the operation is done."""
         self._process = _process
         self._after = after
         self._lock = threading.Lock()
@@ -73,9 +73,10 @@ class Operation:
         whole.limit = max([part.limit for part in parts], default=_NO_TIMEOUT)
         return whole
 
-    def finish(self, end: float | None = None) -> bool:
+    def finish(self, end: float | None = None, follows: bool = False) -> bool:
         """Waits for the operation, at most until the time end of the clock time.monotonic, if it is given, and writes its
         results to the output tensors. Returns whether the operation is done. It does not raise the operation's error.
+        follows says that the caller keeps the calls until it has called follow.
         """
         if self._process is not _process:
             self.after_fork()
@@ -93,6 +94,9 @@ class Operation:
                 more = f": {self.expected()}" if self.expected is not None and isinstance(e, MismatchError) else ""
                 e.args = (f"torch.distributed.{self.what}: {e}{more}", *e.args[1:])
                 self.error = e.with_traceback(None)
+            if not follows:
+                for call in self.calls:
+                    call.hold()
             self.calls, self._after, self.expected = (), None, None
             self.done = True
         if self._future is not None:
@@ -115,17 +119,17 @@ class Operation:
 
     def _write(self) -> None:
         for call in self.calls:
-            call.results()
+            call.written()
         if self._after is not None:
             self._after()
 
     def poll(self) -> bool:
-        """Returns whether the operation is done. If it is, its results have been written."""
+        """Returns whether the operation is done, also on the device. If it is, its results have been written."""
         if self._process is not _process:
             self.after_fork()
         if not self.done and self.ended():
             self.finish()
-        return self.done
+        return self.done and (self.error is not None or all([stream.query() for stream in self.streams]))
 
     def ended(self) -> bool:
         """Returns whether finish does not wait."""
@@ -294,19 +298,21 @@ class Work(dist.Work):
         operation goes on then.
         """
         operation, self._used = self._operation, True
+        calls = operation.calls  # they keep the tensors
         limit = timeout if timeout > _NO_TIMEOUT else operation.limit
         if limit > _NO_TIMEOUT:
-            if not operation.finish(time.monotonic() + limit.total_seconds()):
+            if not operation.finish(time.monotonic() + limit.total_seconds(), follows=True):
                 raise RuntimeError(
                     f"torch.distributed.{operation.what}: timed out after {limit.total_seconds():g} s, "
                     "waiting for the other ranks; the operation goes on, wait again for its result"
                 )
         else:
-            operation.finish()
+            operation.finish(follows=True)
         if operation.error is not None:
             raise operation.error
         if operation.streams:
             operation.follow()
+        del calls
         return True
 
     def synchronize(self) -> None:
