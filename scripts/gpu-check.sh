@@ -123,6 +123,10 @@ done
 for ranks in 1 2; do
 	step "Python without torch, $ranks rank(s)" 120 job "$ranks" "$python" python/tests/device_ranks.py Values
 done
+values=("$programs/hvdrun" -np 2 "$python" python/tests/device_ranks.py Values)
+step "Python without torch, default operations" 120 env -u HOROVOD_GPU_OPERATIONS "${values[@]}"
+step "Python without torch, completion on the device" 120 env HOROVOD_ENABLE_ASYNC_COMPLETION=1 "${values[@]}"
+step "Python without torch, 2 streams of NCCL" 120 env HOROVOD_NUM_NCCL_STREAMS=2 "${values[@]}"
 step "a rank is killed" 120 killed
 
 if reason=$("$python" -c 'import torch; assert torch.cuda.is_available(), "torch %s finds no CUDA device" % torch.__version__' 2>&1); then
@@ -130,6 +134,9 @@ if reason=$("$python" -c 'import torch; assert torch.cuda.is_available(), "torch
 	for ranks in 1 2; do
 		step "gohvd.torch in place, $ranks rank(s)" 300 job "$ranks" "$python" python/tests/torch_device_ranks.py InPlace
 	done
+	# Without settings, gohvd itself finds the GPU and the libraries that torch has loaded.
+	step "gohvd.torch without settings" 300 env -u HOROVOD_GPU_OPERATIONS -u HVD_NCCL_LIBRARY -u HVD_CUDART_LIBRARY \
+		"$programs/hvdrun" -np 2 "$python" python/tests/torch_device_ranks.py InPlace
 	step "gohvd.torch with expandable segments" 120 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
 		"$programs/hvdrun" -np 2 "$python" python/tests/torch_device_ranks.py Expandable
 else

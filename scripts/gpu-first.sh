@@ -61,17 +61,23 @@ export -f facts conformance ranks
 if [ "$1" = a ]; then
 	step "facts" 40 20 bash -c facts
 	step "CUDA and NCCL without gohvd" 90 40 "$python" scripts/gpu-probe.py
+	# Without settings, gohvd itself finds the GPU and the libraries that torch has loaded.
+	step "gohvd.torch without settings, 1 rank" 75 3 env -u HOROVOD_GPU_OPERATIONS -u HVD_NCCL_LIBRARY \
+		-u HVD_CUDART_LIBRARY bash -c 'ranks 1 "$python" python/tests/torch_device_ranks.py InPlace'
+	step "gohvd.torch with completion on the device, 1 rank" 60 3 env HOROVOD_ENABLE_ASYNC_COMPLETION=1 \
+		bash -c 'ranks 1 "$python" python/tests/torch_device_ranks.py InPlace'
 	step "all functions that gohvd calls" 40 0 "$programs/nccl.test" -test.run 'TestRealLibraries$' -test.v \
 		-nccl "$HVD_NCCL_LIBRARY" -cudart "$HVD_CUDART_LIBRARY"
 	step "conformance, 1 rank" 60 2 bash -c 'conformance 1'
 	step "Python without torch, 1 rank" 45 3 bash -c 'ranks 1 "$python" python/tests/device_ranks.py Values'
-	step "gohvd.torch, 1 rank" 75 3 bash -c 'ranks 1 "$python" python/tests/torch_device_ranks.py InPlace'
 	step "times of gohvd.torch and torch.distributed" 45 12 bash -c 'ranks 1 "$python" python/tests/torch_device_ranks.py Figures'
 	step "times of hvdbench" 40 12 bash -c 'ranks 1 "$programs/hvdbench" --gpu --minbytes 8 --maxbytes 256M --stepfactor 32'
 else
 	step "conformance, 2 ranks" 100 2 bash -c 'conformance 2'
 	step "Python without torch, 2 ranks" 50 3 bash -c 'ranks 2 "$python" python/tests/device_ranks.py Values'
 	step "gohvd.torch, 2 ranks" 80 3 bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py InPlace'
+	step "gohvd.torch with 2 streams of NCCL, 2 ranks" 60 3 env HOROVOD_NUM_NCCL_STREAMS=2 \
+		bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py InPlace'
 	step "a rank is killed (want 137)" 45 15 bash -c 'ranks 2 "$python" python/tests/device_ranks.py Killed'
 	step "expandable segments, 2 ranks" 40 3 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
 		bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py Expandable'

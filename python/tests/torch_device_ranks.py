@@ -7,13 +7,14 @@ tensors on the CPU, to check the tests themselves.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import statistics
 import sys
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import devices
 import torch
@@ -145,7 +146,9 @@ class InPlace(Ranks):
                 torch.cuda.empty_cache()
         self.in_place()
 
-    def test_distributed(self) -> None:
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Makes the default group of torch.distributed, over gohvd."""
         try:
             import gohvd.torch.distributed  # noqa: F401
         except ImportError as e:
@@ -158,6 +161,15 @@ class InPlace(Ranks):
             store = dist.TCPStore("127.0.0.1", port, self.size, self.rank == 0)
         dist.init_process_group("gohvd", store=store, rank=self.rank, world_size=self.size)
         try:
+            yield
+        finally:
+            dist.destroy_process_group()
+        self.in_place()
+
+    def test_distributed(self) -> None:
+        import torch.distributed as dist
+
+        with self.group():
             n = self.size
             x = torch.full((5,), float(self.rank), device=DEVICE)
             dist.all_reduce(x)
@@ -180,9 +192,38 @@ class InPlace(Ranks):
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1).to(DEVICE))
             model(torch.full((2, 3), float(self.rank), device=DEVICE)).sum().backward()
             self.equal(model.module.weight.grad, torch.full((1, 3), 2.0 * sum(range(n)) / n))
-        finally:
-            dist.destroy_process_group()
-        self.in_place()
+            works = [dist.all_reduce(torch.full((1 << 20,), float(i), device=DEVICE), async_op=True) for i in range(20)]
+            for i, work in enumerate(works):
+                work.wait()
+                self.equal(work.result()[0][-2:], torch.full((2,), float(i * n)))
+
+    def test_sharded(self) -> None:
+        """A training with FSDP2 has the weights of a training with the batches of all ranks."""
+        try:
+            from torch.distributed.fsdp import fully_shard
+        except ImportError as e:
+            self.skipTest(str(e))
+        from torch.distributed.device_mesh import init_device_mesh
+
+        def layers() -> torch.nn.Module:
+            torch.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 5)).to(DEVICE)
+
+        with self.group():
+            alone, sharded = layers(), layers()
+            mesh = init_device_mesh(DEVICE.type, (self.size,))
+            for layer in (sharded[0], sharded[2], sharded):
+                fully_shard(layer, mesh=mesh)
+            batches = [torch.randn(4, 6).to(DEVICE) for _ in range(self.size)]
+            optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, sharded)]
+            for _ in range(5):
+                (sum(alone(b).square().mean() for b in batches) / self.size).backward()
+                sharded(batches[self.rank]).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for want, got in zip(alone.parameters(), sharded.parameters()):
+                self.assertTrue(torch.allclose(got.full_tensor(), want, rtol=1e-3, atol=1e-4), f"got {got}, want {want}")
 
 
 class Expandable(Ranks):
