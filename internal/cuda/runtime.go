@@ -145,6 +145,13 @@ static int gohvdSynchronize(functions *f, void *context, uintptr_t stream) {
 static int gohvdWaitEvent(functions *f, void *context, uintptr_t stream, void *event) {
 	ON(context, f->streamWaitEvent((void *)stream, event, 0));
 }
+static int follow(functions *f, void *stream, void *event, int *capturing) {
+	int code = f->streamIsCapturing(stream, capturing);
+	return code || *capturing ? code : f->streamWaitEvent(stream, event, 0);
+}
+static int gohvdFollow(functions *f, void *context, uintptr_t stream, void *event, int *capturing) {
+	ON(context, follow(f, (void *)stream, event, capturing));
+}
 static int gohvdNewEvent(functions *f, void *context, void **event) {
 	ON(context, f->eventCreateWithFlags(event, 2)); // 2: it measures no time
 }
@@ -514,6 +521,13 @@ func (s *Stream) Wait(e *Event) error {
 	return s.check("cudaStreamWaitEvent", C.gohvdWaitEvent(s.f(), s.Device.context, s.handle, e.handle))
 }
 
+// Follow does the same as Wait, unless the stream is being captured for a graph, and reports whether it has
+// done so. CUDA refuses the wait then, and ends the capture.
+func (s *Stream) Follow(e *Event) (waits bool, err error) {
+	code := C.gohvdFollow(s.f(), s.Device.context, s.handle, e.handle, &e.capturing)
+	return code == 0 && e.capturing == 0, s.check("cudaStreamWaitEvent", code)
+}
+
 // Synchronize waits until all work of the stream has ended. It blocks a thread.
 func (s *Stream) Synchronize() error {
 	return s.check("cudaStreamSynchronize", C.gohvdSynchronize(s.f(), s.Device.context, s.handle))
@@ -536,7 +550,7 @@ type Event struct {
 	// event whose work was on the stream before.
 	stream uintptr
 	number uint64
-	// capturing is set by mark.
+	// capturing is set by mark and Follow.
 	capturing C.int
 }
 

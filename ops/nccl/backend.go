@@ -459,17 +459,24 @@ func (b *backend) unpack() error {
 	})
 }
 
-// depart marks the end of the operation in the stream, for which the streams of the program wait.
+// depart marks the end of the operation in the stream, for which the streams of the program wait. If one of
+// them is being captured for a graph, it cannot, and the operation is reported only at its end.
 func (b *backend) depart(ctx context.Context) (*flight, error) {
 	d := b.device
 	done, err := b.library.Devices.Mark(d.Index(), d.stream.Handle())
 	if err != nil {
 		return nil, err
 	}
+	all := true
 	for _, s := range b.part.Streams {
-		if err := d.OfHandle(s).Wait(done); err != nil {
+		waits, err := d.OfHandle(s).Follow(done)
+		if err != nil {
 			return nil, err
 		}
+		all = all && waits
+	}
+	if !all {
+		b.part.Streams = nil
 	}
 	f := d.take()
 	f.kind, f.ranks, f.ctx, f.comm, f.device, f.done = b.op.Kind, b.ranks, ctx, b.comm, d, done

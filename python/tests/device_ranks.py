@@ -28,7 +28,7 @@ from typing import Any
 import devices
 
 from gohvd import _engine, _library
-from gohvd._library import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND
+from gohvd._library import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND
 from gohvd.basics import init, rank, shutdown, size
 from gohvd.exceptions import PeerError
 from gohvd.process_sets import global_process_set
@@ -401,6 +401,21 @@ class Values(OnDevice):
             self.assertEqual(y.read(), list(range(size())))
         finally:
             cuda("cudaStreamDestroy", ctypes.c_void_p(captured))
+
+    def test_later_capture(self) -> None:
+        """The stream of an operation is being captured when the operation is launched."""
+        x, stream, last = [Array([1]).write([rank()])], ctypes.c_void_p(fw.current or None), size() - 1
+        x[0].read()
+        if rank() < last:
+            call = begin(ALLREDUCE, x, "captured", targets=x, reduction=_engine.Sum, launched=_engine.AT_LAUNCH)
+            cuda("cudaStreamBeginCapture", stream, 2)
+        _engine.engine.simple(BARRIER, global_process_set)
+        if rank() == last:
+            call = begin(ALLREDUCE, x, "captured", targets=x, reduction=_engine.Sum, launched=_engine.AT_LAUNCH)
+        call.results()
+        if rank() < last:
+            cuda("cudaStreamEndCapture", stream, ctypes.byref(ctypes.c_void_p()))
+        self.assertEqual(x[0].read(), [size() * last / 2])
 
     def test_no_output(self) -> None:
         """Programs in C give neither an output nor a function that allocates it."""

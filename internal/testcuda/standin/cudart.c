@@ -458,6 +458,23 @@ int cudaStreamIsCapturing(void *stream, int *status) {
 	return success;
 }
 
+// A capture waits for no work, and work on the stream meanwhile is a violation, because it would be a part of the graph.
+int cudaStreamBeginCapture(void *stream, int mode) {
+	WORKS;
+	(void)mode;
+	checked(stream, "cudaStreamBeginCapture")->capturing = 1;
+	__atomic_add_fetch(&captures, 1, __ATOMIC_ACQ_REL);
+	return success;
+}
+
+int cudaStreamEndCapture(void *stream, void **graph) {
+	WORKS;
+	checked(stream, "cudaStreamEndCapture")->capturing = 0;
+	__atomic_sub_fetch(&captures, 1, __ATOMIC_ACQ_REL);
+	*graph = NULL;
+	return success;
+}
+
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 	*least = 0;
 	*greatest = -5;
