@@ -103,7 +103,7 @@ func (l *Library) begin(o *Op) (*call, error) {
 	}
 	if o.OnDevice {
 		if err := c.mark(o); err != nil {
-			return nil, described.Misuse("%w", err)
+			return nil, described.OnDevice(err)
 		}
 	}
 	if err := x.Begin(); err != nil {

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -99,6 +100,15 @@ func NewCall(kind message.Kind, dt tensor.DType) Call {
 		c.Op, c.Prescale, c.Postscale = tensor.Average, 1, 1
 	}
 	return c
+}
+
+// OnDevice returns the error of a call that cannot mark a stream because of err. If CUDA has failed, the call
+// is not to blame.
+func (c *Call) OnDevice(err error) error {
+	if _, failed := errors.AsType[*cuda.Error](err); failed {
+		return fmt.Errorf("hvd: %v %q: %w", c.Kind, c.Name, err)
+	}
+	return c.Misuse("%w", err)
 }
 
 // Misuse returns the error of a call that is refused before it reaches the engine.
