@@ -294,9 +294,19 @@ func (l *Library) newID(id *[idBytes]byte) error {
 
 // initialize makes the communicator with the unique id. It waits until all ranks have called it.
 func (l *Library) initialize(c *communicator, id *[idBytes]byte, maxCTAs int) error {
-	return l.check("ncclCommInitRankConfig", C.gohvdInit(l.f, &c.handle, C.int(c.n),
-		(*C.uniqueID)(unsafe.Pointer(id)), C.int(c.rank), C.int(maxCTAs)))
+	code := C.gohvdInit(l.f, &c.handle, C.int(c.n), (*C.uniqueID)(unsafe.Pointer(id)), C.int(c.rank),
+		C.int(maxCTAs))
+	err := l.check("ncclCommInitRankConfig", code)
+	if code == inProgress {
+		l.abort(c)
+		err = fmt.Errorf("%w: the communicator is nonblocking: unset NCCL_COMM_BLOCKING, which overrides what gohvd "+
+			"asks for", err)
+	}
+	return err
 }
+
+// inProgress is the code of ncclInProgress, with which the functions for nonblocking communicators return.
+const inProgress = 7
 
 // asyncError returns the error that the communicator reports, or nil.
 func (l *Library) asyncError(c *communicator) error {

@@ -47,7 +47,7 @@ int cudaDeviceGetPCIBusId(char *text, int len, int device);
 int cudaDeviceGetAttribute(int *value, int attribute, int device);
 int cudaPointerGetAttributes(void *attributes, const void *p);
 
-enum { success = 0, cudaError = 1, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6 };
+enum { success = 0, cudaError = 1, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6, inProgress = 7 };
 enum { maxRanks = 16, maxDevices = 16, defaultBlocks = 32, window = 64 << 10, letter = 16 << 10 };
 enum { sum, prod, max, min, avg, numOps };
 enum { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16, numTypes };
@@ -303,7 +303,8 @@ int ncclCommInitRankConfig(void **comm, int n, struct uniqueId id, int rank, str
 	int code = ncclCommInitRank(comm, n, id, rank);
 	if (code == success && config->version >= 21700 && config->maxBlocks < defaultBlocks)
 		((struct comm *)*comm)->blocks = config->maxBlocks;
-	return code;
+	const char *blocking = getenv("NCCL_COMM_BLOCKING"); // it overrides the configuration
+	return code == success && blocking && !strcmp(blocking, "0") ? inProgress : code;
 }
 
 const char *ncclGetLastError(void *comm) {
