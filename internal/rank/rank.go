@@ -406,7 +406,7 @@ func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) 
 			Device:       r.Place.LocalRank,
 			Host:         tcp.Within(ecfg.Mesh, transport.DeviceLane, tcp.Config{}),
 			StartTimeout: cfg.StartTimeout, Streams: cfg.NCCLStreams, Deterministic: cfg.Deterministic,
-			InHost: inHost(&cfg.GPU),
+			FusionBytes: int(cfg.FusionThresholdBytes), InHost: inHost(&cfg.GPU),
 		}))
 	case cfg.GPU.Use(config.GPUHost):
 		runtime, err := cuda.Load(cfg.CUDALibrary)

@@ -253,7 +253,7 @@ func (b *backend) choose() error {
 		index = b.cfg.Device % n
 	}
 	b.comm = nil
-	d, err := b.library.device(place{index, b.stream}, b.cfg.Streams)
+	d, err := b.library.device(place{index, b.stream}, &b.cfg)
 	if err != nil {
 		return err
 	}
@@ -301,9 +301,12 @@ func (b *backend) passTurn() {
 	l.turn.Broadcast()
 }
 
-// device returns the stream at p, of the given number of streams of each device. It makes the stream when it
-// is called for the first time.
-func (l *Library) device(p place, streams int) (*device, error) {
+// maxReserved is the maximum number of bytes that are allocated with a stream.
+const maxReserved = 64 << 20
+
+// device returns the stream at p. It makes the stream, and the buffer for fused tensors if the device has room
+// for it, when it is called for the first time.
+func (l *Library) device(p place, cfg *Config) (*device, error) {
 	ranges := l.ranges()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -316,16 +319,17 @@ func (l *Library) device(p place, streams int) (*device, error) {
 	}
 	d := &device{Device: of, ranges: ranges}
 	d.changed.L = &d.finisher.mu
-	if streams > 1 {
+	if cfg.Streams > 1 {
 		n, err := of.Processors()
 		if err != nil {
 			return nil, err
 		}
-		d.maxCTAs = maxCTAs(n, streams)
+		d.maxCTAs = maxCTAs(n, cfg.Streams)
 	}
 	if d.stream, err = of.NewUrgentStream(); err != nil {
 		return nil, err
 	}
+	d.fused, _ = of.Alloc(min(cfg.FusionBytes, maxReserved)) // else an operation that needs it tries again
 	l.devices[p] = d
 	return d, nil
 }
@@ -601,7 +605,8 @@ func (d *device) buffer(n int) (_ []byte, err error) {
 			larger, err = d.Alloc(n)
 		}
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("%w, for the tensors of a launch: the allocator of the program may keep memory that "+
+				"it does not use (torch.cuda.empty_cache()), and a lower HOROVOD_FUSION_THRESHOLD needs less", err)
 		}
 		d.retired, d.fused = append(d.retired, d.fused), larger
 	}

@@ -342,6 +342,34 @@ func TestBufferWithoutRoom(t *testing.T) {
 	}
 }
 
+// TestReserved checks that the buffer for fused tensors exists before the program takes the rest of the memory,
+// and that the error of an operation that needs more says what to do.
+func TestReserved(t *testing.T) {
+	const mib = 1 << 20
+	t.Setenv("STANDIN_CUDA_MEMORY_BYTES", fmt.Sprint((4+4+8)*mib+mib/2))
+	fusionBytes = 4 * mib
+	defer func() { fusionBytes = 0 }()
+	m := cluster(t, 1)[0]
+	one, two := m.alloc(2*mib), m.alloc(2*mib)
+	reduce := func(a, b []byte) error {
+		return m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Uint8, Op: tensor.Max,
+			Tensors: []ops.Tensor{{In: a, Out: a}, {In: b, Out: b}}})
+	}
+	m.check(reduce(one[:4], two[:4]))
+	rest := m.alloc(8 * mib)
+	m.check(reduce(one, two))
+	testnet.WantError(t, reduce(one, rest), "10485760 bytes on device 0, for the tensors of a launch")
+}
+
+// TestNonblocking checks the error if a variable of NCCL makes communicators nonblocking.
+func TestNonblocking(t *testing.T) {
+	t.Setenv("NCCL_COMM_BLOCKING", "0")
+	m := cluster(t, 1)[0]
+	buf := m.alloc(4)
+	testnet.WantError(t, m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}}), "unset NCCL_COMM_BLOCKING")
+}
+
 // TestRefusedOrder checks that an operation fails if this rank cannot run one that comes before it, even of
 // another process set, instead of waiting for it.
 func TestRefusedOrder(t *testing.T) {

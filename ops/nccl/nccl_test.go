@@ -55,6 +55,9 @@ func load(t *testing.T, n int) *nccl.Library {
 	return l
 }
 
+// fusionBytes is the Config.FusionBytes of the backends of cluster.
+var fusionBytes int
+
 // cluster makes the backends of n ranks.
 func cluster(t *testing.T, n int) []*member { return clusterOf(t, n, time.Minute) }
 
@@ -69,7 +72,7 @@ func clusterOf(t *testing.T, n int, startTimeout time.Duration) []*member {
 	for i := range n {
 		host := tcp.Register(meshes.Mesh(topo.Rank(i)), tcp.Config{})
 		l := load(t, n)
-		cfg := nccl.Config{Device: i, Host: host, StartTimeout: startTimeout}
+		cfg := nccl.Config{Device: i, Host: host, StartTimeout: startTimeout, FusionBytes: fusionBytes}
 		b, err := l.Register(cfg).New(0, ranks, i)
 		if err != nil {
 			t.Fatal(err)
