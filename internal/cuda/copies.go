@@ -11,33 +11,54 @@ import (
 // Borrow returns n bytes of pinned memory of the host for copies from and to a device, whose contents are
 // undefined. The caller must call GiveBack when no device uses the memory.
 func (d *Devices) Borrow(index, n int) ([]byte, error) {
-	class := bits.Len(uint(max(n, 4096) - 1))
+	size := pinnedSize(n)
 	d.mu.Lock()
 	p, err := d.pool(index)
 	if err != nil {
 		d.mu.Unlock()
 		return nil, err
 	}
-	free := p.pinned[class]
+	free := p.pinned[size]
 	if len(free) > 0 {
-		p.pinned[class] = free[:len(free)-1]
+		p.pinned[size] = free[:len(free)-1]
+		p.pinnedBytes -= size
 	}
 	d.mu.Unlock()
 	if len(free) > 0 {
 		return free[len(free)-1][:n], nil
 	}
-	memory, err := p.AllocHost(1 << class)
+	memory, err := p.AllocHost(size)
 	return memory[:min(n, len(memory))], err
 }
 
 // GiveBack ends the use of memory that Borrow has returned for the device.
 func (d *Devices) GiveBack(index int, memory []byte) {
-	class := bits.Len(uint(cap(memory) - 1))
+	size := cap(memory)
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	if p := d.pools[index]; p != nil {
-		p.pinned[class] = append(p.pinned[class], memory[:cap(memory)])
+	p := d.pools[index]
+	keeps := p != nil && p.pinnedBytes+size <= maxPinned
+	if keeps {
+		p.pinned[size] = append(p.pinned[size], memory[:size])
+		p.pinnedBytes += size
 	}
+	d.mu.Unlock()
+	if p != nil && !keeps {
+		_ = p.FreeHost(memory[:size]) // an error of CUDA is that of an earlier call
+	}
+}
+
+// maxPinned is the maximum number of bytes of pinned memory that is kept for a device and not in use.
+const maxPinned = 256 << 20
+
+// pinnedSize returns the number of bytes that Borrow allocates for n bytes: the next power of two up to 1 MiB,
+// and above it at most an eighth more than n.
+func pinnedSize(n int) int {
+	size := 1 << bits.Len(uint(max(n, 4096)-1))
+	if size <= 1<<20 {
+		return size
+	}
+	step := size / 16
+	return (n + step - 1) / step * step
 }
 
 // Copy is a copy of From to To, which have the same length.

@@ -43,6 +43,13 @@ func TestCopies(t *testing.T) {
 	if check(err); pending || string(host) != "hellohello" {
 		t.Errorf("got %q, pending %v", host, pending)
 	}
+	for n, most := range map[int]int{10: 4096, 5 << 20: 5 << 20, 5<<20 + 1: 6 << 20, 300 << 20: 320 << 20} {
+		b, err := d.Borrow(1, n)
+		if check(err); cap(b) > most {
+			t.Errorf("%d bytes take %d bytes of pinned memory, want at most %d", n, cap(b), most)
+		}
+		d.GiveBack(1, b)
+	}
 	d.GiveBack(1, host)
 	if again, err := d.Borrow(1, 4000); err != nil || &again[0] != &host[0] {
 		t.Errorf("memory that was given back is not used again: %v", err)

@@ -31,8 +31,9 @@ type pool struct {
 	*Device
 	unused []*Event
 	copies *Stream // for copies, or nil
-	// pinned has the memory of Borrow that is not in use, by the binary logarithm of its size.
-	pinned [64][][]byte
+	// pinned has the memory of Borrow that is not in use, by its size. It has pinnedBytes bytes.
+	pinned      map[int][][]byte
+	pinnedBytes int
 }
 
 // NewDevices returns the devices of r.
@@ -112,7 +113,7 @@ func (d *Devices) pool(index int) (*pool, error) {
 		if err != nil {
 			return nil, err
 		}
-		p = &pool{Device: of}
+		p = &pool{Device: of, pinned: make(map[int][][]byte)}
 		d.pools[index] = p
 	}
 	return p, nil

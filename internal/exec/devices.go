@@ -144,7 +144,10 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 	each := func(i int, in, out *[]byte) {
 		h.inputs, h.outputs = append(h.inputs, cuda.Copy{From: *in}), append(h.outputs, cuda.Copy{To: *out})
 		h.of = append(h.of, i)
-		size += aligned(len(*in)) + aligned(len(*out))
+		size += aligned(len(*in))
+		if !same(*in, *out) {
+			size += aligned(len(*out))
+		}
 	}
 	w.buffers(each)
 	h.device, _ = w.Grant.Responses[0].Devices[m.me].CUDA()
@@ -158,7 +161,10 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 		return taken
 	}
 	w.buffers(func(_ int, in, out *[]byte) {
-		h.inputs[next].To, h.outputs[next].From = take(len(*in)), take(len(*out))
+		h.inputs[next].To = take(len(*in))
+		if h.outputs[next].From = h.inputs[next].To; !same(*in, *out) {
+			h.outputs[next].From = take(len(*out))
+		}
 		*in, *out = h.inputs[next].To, h.outputs[next].From
 		next++
 	})
@@ -247,6 +253,11 @@ func (m *machine) releaseCopies(w *Work) {
 		m.cfg.Devices.GiveBack(h.device, o.memory)
 	}
 	w.inHost = inHost{}
+}
+
+// same reports whether a and b are the same memory.
+func same(a, b []byte) bool {
+	return len(a) == len(b) && unsafe.SliceData(a) == unsafe.SliceData(b)
 }
 
 // aligned returns n rounded up to a multiple of 64.
