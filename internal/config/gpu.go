@@ -28,8 +28,8 @@ func (g *GPUOperations) Use(b GPUBackend) bool {
 	return slices.ContainsFunc(g.all(), func(have *GPUBackend) bool { return *have == b })
 }
 
-// OffersNCCL reports whether no setting says how operations on CUDA devices run, so that they run with NCCL if
-// all ranks have it.
+// OffersNCCL reports whether no setting says how operations on CUDA devices run, so that they run with NCCL
+// if all ranks have it.
 func (c *Config) OffersNCCL() bool {
 	return !c.Given("HOROVOD_GPU_OPERATIONS") && c.GPU.Use(GPUNone)
 }

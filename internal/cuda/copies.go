@@ -50,8 +50,8 @@ func (d *Devices) GiveBack(index int, memory []byte) {
 // maxPinned is the maximum number of bytes of pinned memory that is kept for a device and not in use.
 const maxPinned = 256 << 20
 
-// pinnedSize returns the number of bytes that Borrow allocates for n bytes: the next power of two up to 1 MiB,
-// and above it at most an eighth more than n.
+// pinnedSize returns the number of bytes that Borrow allocates for n bytes: the next power of two up to
+// 1 MiB, and above it at most an eighth more than n.
 func pinnedSize(n int) int {
 	size := 1 << bits.Len(uint(max(n, 4096)-1))
 	if size <= 1<<20 {

@@ -162,7 +162,8 @@ func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 	}
 	w.buffers(func(_ int, in, out *[]byte) {
 		h.inputs[next].To = take(len(*in))
-		if h.outputs[next].From = h.inputs[next].To; !same(*in, *out) {
+		h.outputs[next].From = h.inputs[next].To
+		if !same(*in, *out) {
 			h.outputs[next].From = take(len(*out))
 		}
 		*in, *out = h.inputs[next].To, h.outputs[next].From

@@ -28,8 +28,8 @@ type Op struct {
 	OnDevice bool
 	Device   int
 	Stream   uintptr
-	// If Launched is set, an operation that a backend runs on the device is done when it has been launched, and
-	// ResultStream, a cudaStream_t of the device, waits for it. Otherwise the setting of the rank decides.
+	// If Launched is set, an operation that a backend runs on the device is done when it has been launched,
+	// and ResultStream, a cudaStream_t of the device, waits for it. Else the setting of the rank decides.
 	Launched     bool
 	ResultStream uintptr
 	// Allocate returns memory of the device for the output of tensor i, or nil. It is called with the device

@@ -333,7 +333,7 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 	return append(all, tcp.Register(mesh, overTCP))
 }
 
-// gpuFiles are those of which a host with the driver of NVIDIA's GPUs has one. The second one is that of WSL 2.
+// gpuFiles are those of which a host with the driver of NVIDIA's GPUs has one. The second one is for WSL 2.
 var gpuFiles = []string{"/dev/nvidiactl", "/dev/dxg"}
 
 // hasGPU reports whether the host has a file of gpuFiles.

@@ -304,8 +304,8 @@ func (b *backend) passTurn() {
 // maxReserved is the maximum number of bytes that are allocated with a stream.
 const maxReserved = 64 << 20
 
-// device returns the stream at p. It makes the stream, and the buffer for fused tensors if the device has room
-// for it, when it is called for the first time.
+// device returns the stream at p. It makes the stream, and the buffer for fused tensors if the device has
+// room for it, when it is called for the first time.
 func (l *Library) device(p place, cfg *Config) (*device, error) {
 	ranges := l.ranges()
 	l.mu.Lock()

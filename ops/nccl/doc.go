@@ -82,8 +82,8 @@ type Config struct {
 	// If there are several, they bound the number of blocks of threads of each operation, and NCCL must be
 	// 2.17 or newer.
 	Streams int
-	// FusionBytes is the size of the fused tensors of an operation. The buffer for them, of at most 64 MiB, is
-	// allocated with the stream of a device, before the program has used the memory.
+	// FusionBytes is the size of the fused tensors of an operation. The buffer for them, of at most 64 MiB,
+	// is allocated with the stream of a device, before the program has used the memory.
 	FusionBytes int
 	// Deterministic forbids reductions whose result depends on the order of additions.
 	Deterministic bool

@@ -342,8 +342,8 @@ func TestBufferWithoutRoom(t *testing.T) {
 	}
 }
 
-// TestReserved checks that the buffer for fused tensors exists before the program takes the rest of the memory,
-// and that the error of an operation that needs more says what to do.
+// TestReserved checks that the buffer for fused tensors exists before the program takes the rest of the
+// memory, and that the error of an operation that needs more says what to do.
 func TestReserved(t *testing.T) {
 	const mib = 1 << 20
 	t.Setenv("STANDIN_CUDA_MEMORY_BYTES", fmt.Sprint((4+4+8)*mib+mib/2))
