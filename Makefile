@@ -87,14 +87,14 @@ race-all: vet-tool ## test all packages with goroutines and CUDA devices under t
 nocgo: ## test without a C compiler that ranks find each other by name
 	CGO_ENABLED=0 $(GO) test $(VETTED) -trimpath -run 'Loopback|Plain|Master' ./internal/bootstrap
 
-# The packages of several programs, and what goes to /dev/null, are only compiled, not linked. The lines are: the tests and
-# the programs that they start, the race detector, libgohvd.so, and the programs of the wheels and of the image.
+# go list -export compiles into the build cache, and links nothing. The lines are: the programs that tests start, and most
+# of what tests consist of, the race detector, libgohvd.so, and the programs of the wheels and of the image.
 .PHONY: compile
-compile: ## compile what the targets of check link, for .ci/run
-	$(GO) build ./...
-	$(GO) build -race -tags nccl $(RACED)
-	$(GO) build -buildmode=c-shared -tags nccl -o /dev/null ./cmd/libgohvd
-	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false ./cmd/hvdrun ./cmd/hvdd ./examples/digits
+compile: ## compile most of what the targets of check link, for .ci/run
+	@$(GO) list -export ./... >/dev/null
+	@$(GO) list -export -race -tags nccl $(RACED) >/dev/null
+	@$(GO) list -export -buildmode=c-shared -tags nccl ./cmd/libgohvd >/dev/null
+	@CGO_ENABLED=0 $(GO) list -export -trimpath -buildvcs=false ./cmd/hvdrun ./cmd/hvdd ./examples/digits >/dev/null
 
 .PHONY: noasm
 noasm: ## test the kernels without assembly
@@ -239,8 +239,8 @@ stress: python-programs ## test threads, joins, signals, crashes and workers of 
 	done
 
 # The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case, so
-# go test ./... has run it. Unless the variable TESTTORCH_FORKED is "no", processes are forked from one that has imported
-# PyTorch.
+# go test ./... has run it. Unless the variable TESTTORCH_FORKED is "no", the processes of launchers are forked from one that has
+# imported PyTorch. Those of jobs without a launcher always are.
 TORCH_TESTS    = Torch|ElasticDDP|DDPProgram|Programs|OtherLaunchers/torchrun
 TORCH_PACKAGES = ./store ./store/c10d ./internal/bootstrap ./internal/pythontest ./internal/e2e
 

@@ -73,7 +73,8 @@ var withoutRanks = []string{"test_core_exit", "test_core_process", "test_core_pr
 // run on two ranks.
 var withThreeRanks = []string{"test_numpy", "test_torch_ops", "test_torch_sets",
 	"test_torch_optimizer.Training.test_members_of_a_set",
-	"test_torch_optimizer.Training.test_uneven_data_and_join"}
+	"test_torch_optimizer.Training.test_uneven_data_and_join",
+	"test_torch_elastic.Elastic.test_sync_in_pairs"}
 
 // withoutSidecars lists the test modules that test what the package computes with the results of operations,
 // which are the same in sidecars.

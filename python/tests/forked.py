@@ -4,7 +4,8 @@ the programs.
 ``forked.py FILE`` is that process. It listens at the socket FILE until its standard input ends. ``forked.py FILE COMMAND...``
 takes the place of the interpreter in a command, such as ``-c PROGRAM``, ``-m MODULE ARGUMENT...`` or ``SCRIPT ARGUMENT...``. The
 new process has its environment, files, working directory, process group and network, and ends with it. It ends as the new
-process ends, and passes on its signals.
+process ends, and passes on its signals, unless both are in one process group, which signals reach without it. All
+processes have one hash seed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import struct
 import sys
 
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
+_PR_SET_PDEATHSIG = 1
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,8 +45,21 @@ def take_the_place(file: str, command: list[str]) -> None:
 
 def _receive(client: socket.socket) -> tuple[list, list[int]]:
     """Returns the request of a client, and its files."""
+    client.settimeout(60)  # one that was stopped must not stop the others
     length, files, _, _ = socket.recv_fds(client, 4, 3)
-    return json.loads(client.recv(struct.unpack("I", length)[0], socket.MSG_WAITALL)), files
+    try:
+        request, rest = b"", struct.unpack("I", length)[0]
+        while len(request) < rest:
+            part = client.recv(rest - len(request))
+            if not part:
+                raise EOFError
+            request += part
+        client.settimeout(None)
+        return json.loads(request), files
+    except (OSError, EOFError, struct.error):
+        for descriptor in files:
+            os.close(descriptor)
+        raise
 
 
 def serve(file: str) -> list[str]:
@@ -69,7 +84,7 @@ def serve(file: str) -> list[str]:
                     client, _ = listener.accept()
                     try:
                         (parent, command, env, folder), files = _receive(client)
-                    except (OSError, ValueError, struct.error):  # the client was killed
+                    except (OSError, EOFError, struct.error):  # the client was killed or stopped
                         client.close()
                         continue
                     pid = os.fork()
@@ -133,10 +148,13 @@ def _signals(client: socket.socket) -> bytes | None:
 
 
 def _enter(pid: int) -> None:
-    """Enters the network and the host name of another process, unless they are those of this one."""
+    """Enters the network and the host name of another process, unless they are those of this one. This process ends with
+    its parent.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name, kind in (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS)):
         if os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
             with open(f"/proc/{pid}/ns/{name}") as namespace:
@@ -180,5 +198,6 @@ if __name__ == "__main__":
             sys.argv, sys.path[0] = _command, os.path.dirname(os.path.abspath(_command[0]))
         # pickle finds the names of the program in the module __main__.
         _this, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-        sys.modules["__main__"].__file__ = _command[0]
+        if _command[0] != "-c":
+            sys.modules["__main__"].__file__ = _command[0]
         exec(_code, sys.modules["__main__"].__dict__)
