@@ -22,7 +22,7 @@ func TestDeviceFaults(t *testing.T) {
 			"ops/nccl: allreduce: the communicator: remote process exited or there was a network error (6)"},
 		// Rank 1 reports the error of its call, and rank 0 that rank 1 has aborted the communicator. The job
 		// fails with the first of them.
-		"refuse:1:2": {"HOROVOD_LOG_LEVEL", "error", "ranks 0 and 1 failed: "},
+		"refuse:1:2": {"HOROVOD_LOG_LEVEL", "error", "rank 0 or rank 1 failed: "},
 		"hang:1:2":   {"HVD_OPERATION_TIMEOUT_SECONDS", "1", `"x" timed out after 1s`},
 		"slow:1:2":   {"HVD_OPERATION_TIMEOUT_SECONDS", "1", `"x" timed out after 1s`},
 		"init:1": {"HOROVOD_GLOO_TIMEOUT_SECONDS", "5",

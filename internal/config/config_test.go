@@ -531,7 +531,7 @@ func TestFlagThatAdds(t *testing.T) {
 // that hvdrun has printed.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_TORUS_ALLREDUCE=1", "HVD_TYPO=1",
-		"HOROVOD_NUM_NCCL_STREAMS=2", "HOROVOD_RANK=77"}
+		"HOROVOD_RANK=77"}
 	file := write(t, "params: {torus_allreduce: 1}\nlogging: {level: info}")
 	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
@@ -546,7 +546,6 @@ func TestForRanks(t *testing.T) {
 	want := []string{
 		"HOROVOD_TORUS_ALLREDUCE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
 		"HVD_TYPO is not a setting", "file " + file + " line 1: params.torus_allreduce has no effect",
-		"HOROVOD_NUM_NCCL_STREAMS has no effect: the settings choose NCCL for no operation",
 		"--log-hide-timestamp is deprecated: use --log-without-timestamp",
 	}
 	if len(launcher.Warnings) != len(want) {

@@ -92,6 +92,9 @@ type PeerError struct {
 func (e *PeerError) Is(target error) bool { return e.ShutDown && target == ErrShutDown }
 
 func (e *PeerError) Error() string {
+	if len(e.Ranks) == 2 { // usually the two ends of a connection that was lost
+		return fmt.Sprintf("rank %d or rank %d failed: %s", e.Ranks[0], e.Ranks[1], e.Reason)
+	}
 	return fmt.Sprintf("%s failed: %s", topo.FormatRanks(e.Ranks), e.Reason)
 }
 
