@@ -634,6 +634,37 @@ func TestForgedInTorchrunsStore(t *testing.T) {
 	}
 }
 
+// silentRank0 is a store in which a rank 0 that has ended has left a word.
+type silentRank0 struct {
+	store.Store
+	word chan string
+}
+
+func (s silentRank0) Get(ctx context.Context, _ string) ([]byte, error) {
+	select {
+	case word := <-s.word:
+		return []byte(word), nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// If nobody hands over the secret until the time is over, the error says so, also if the time is over while
+// the word is read again.
+func TestTorchrunsRankZeroIsGone(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	s := silentRank0{word: make(chan string)}
+	go func() {
+		defer cancel()
+		s.word <- wordSocket + newHandoverName()
+		s.word <- wordSocket + newHandoverName() // after the first one was of no use
+	}()
+	_, err := (&Env{Rank: 1, Size: 2, LocalSize: 2}).awaitTorchSecret(ctx, MeetOptions{}, new(Place), s)
+	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "getting the secret from rank 0") {
+		t.Errorf("got %v", err)
+	}
+}
+
 // TestTorchrunWithoutStore covers a torchrun whose agent serves no TCPStore. Rank 0 must serve a store at
 // MASTER_PORT, or at the port that the user sets, and the ranks must meet there.
 func TestTorchrunWithoutStore(t *testing.T) {

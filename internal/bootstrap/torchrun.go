@@ -76,7 +76,13 @@ func (e *Env) awaitTorchSecret(ctx context.Context, o MeetOptions, m *Place, s s
 	err = dial.Retry(ctx, func() error {
 		var text []byte
 		if text, lost = s.Get(ctx, torchSecretKey); lost != nil {
-			return nil
+			if word == "" || ctx.Err() == nil {
+				return nil
+			}
+			// The time is over. The reason is why the word that was read before was of no use.
+			err := lost
+			lost = nil
+			return err
 		}
 		word = string(text)
 		return e.adoptTorchSecret(ctx, o, m, word)

@@ -60,7 +60,7 @@ var nodeSettings = []string{
 func (c *Config) unread(s Setting, r Reader) string {
 	if r == Node {
 		switch {
-		case s.Name == "HOROVOD_CPU_OPERATIONS" && (c.MPIOperations || c.SharedMemory == SharedAlways):
+		case s.Name == "HOROVOD_CPU_OPERATIONS" && c.SharedMemory == SharedAlways:
 			return "nodes of a parameter server use TCP, and shared memory where a host has it, unless it is tcp"
 		case s.Section == sectionServer || slices.Contains(nodeSettings, s.Name):
 			return ""

@@ -134,6 +134,9 @@ func TestUnread(t *testing.T) {
 			t.Errorf("HOROVOD_CPU_OPERATIONS=%s at a node causes the warnings %q", word, got)
 		}
 	}
+	if got := unread(t, config.Node, config.Sources{Environ: node}, "HOROVOD_CPU_OPERATIONS", "tcp", mpi); len(got) > 0 {
+		t.Errorf("HOROVOD_CPU_OPERATIONS=mpi, which is tcp for a node, causes the warnings %q", got)
+	}
 }
 
 // TestUnreadOnce checks that there is no warning for a switch that is off or for a default value, and no
