@@ -106,6 +106,7 @@ type limitedListener struct {
 }
 
 func (l *limitedListener) Accept() (net.Conn, error) {
+	l.limiter.Settle()
 	conn, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err

@@ -1,6 +1,7 @@
 package dial
 
 import (
+	"net"
 	"testing"
 	"testing/synctest"
 
@@ -49,6 +50,36 @@ func TestLimiter(t *testing.T) {
 			t.Errorf("connection %d was closed", 1+i)
 		}
 	}
+}
+
+// pipes is a listener that always has a connection.
+type pipes struct{ net.Listener }
+
+func (pipes) Accept() (net.Conn, error) {
+	conn, _ := net.Pipe()
+	return conn, nil
+}
+
+// A Listener accepts no connection before those that the Limiter has closed have ended.
+func TestListenerSettles(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := NewLimiter(1).Listener(pipes{})
+		first, _ := l.Accept()
+		second, _ := l.Accept() // closes the first one
+		var third net.Conn
+		go func() { third, _ = l.Accept() }()
+		synctest.Wait()
+		if third != nil {
+			t.Error("a third connection was accepted before the first one has ended")
+		}
+		first.Close()
+		synctest.Wait()
+		if third == nil {
+			t.Fatal("no third connection was accepted after the first one has ended")
+		}
+		second.Close()
+		third.Close()
+	})
 }
 
 // A Limiter uses at most an eighth of the descriptors that the process may open, even if its limit grows.

@@ -269,18 +269,25 @@ func (c *collection) hosts() int {
 	return len(all)
 }
 
-// place returns a phrase that names the hosts of ranks.
+// place returns a phrase that names the hosts of ranks. It names none if the host of a rank is unknown.
 func (c *collection) place(late ...*analysis.RankLateness) string {
 	var hosts []string
+	known := 0
 	for _, f := range c.job.ranks {
 		is := slices.ContainsFunc(late, func(l *analysis.RankLateness) bool { return l.Rank == f.rank })
-		if host := logs.Plain(f.host()); is && f.host() != "" && !slices.Contains(hosts, host) {
+		if !is || f.host() == "" {
+			continue
+		}
+		known++
+		if host := logs.Plain(f.host()); !slices.Contains(hosts, host) {
 			hosts = append(hosts, host)
 		}
 	}
 	switch n := len(hosts); {
-	case n == 0:
+	case known < len(late) && len(late) == 1:
 		return "its host"
+	case known < len(late):
+		return "their hosts"
 	case n == 1:
 		return "host " + hosts[0]
 	case n > mostHosts:

@@ -312,20 +312,30 @@ func TestKnownTimelines(t *testing.T) {
 	}
 }
 
-// If all ranks of a host are late together, the verdict names the host. The suggestion names all hosts.
+// If all ranks of a host are late together, the verdict names the host. The suggestion names all hosts, or
+// none if one of them is unknown.
 func TestLateHosts(t *testing.T) {
-	for hosts, want := range map[int][2]string{
-		2: {"ranks 1 and 3, all ranks of host h1, are late together", "other load on host h1"},
-		4: {"ranks 1 and 3 are late together", "other load on hosts h1, h3"},
+	odd, upper := func(rank int) int { return rank % 2 }, func(rank int) int { return rank / 2 }
+	for _, c := range []struct {
+		hosts     int
+		firstHost bool
+		late      func(rank int) int
+		want      [2]string
+	}{
+		{2, false, odd, [2]string{"ranks 1 and 3, all ranks of host h1, are late together", "other load on host h1"}},
+		{4, false, odd, [2]string{"ranks 1 and 3 are late together", "other load on hosts h1, h3"}},
+		{2, true, upper, [2]string{"ranks 2 and 3 are late together", "other load on their hosts"}},
 	} {
-		job := training{ranks: 4, steps: 20, gradients: 2, backward: ms, exchange: ms, hosts: hosts,
-			trip: 50 * us, compute: func(rank, _ int) int { return 10*ms + rank%2*5*ms }}
+		want := c.want
+		job := training{ranks: 4, steps: 20, gradients: 2, backward: ms, exchange: ms, hosts: c.hosts,
+			firstHost: c.firstHost, trip: 50 * us,
+			compute: func(rank, _ int) int { return 10*ms + c.late(rank)*5*ms }}
 		dir := t.TempDir()
 		job.write(t, dir, rand.New(rand.NewPCG(1, 2)))
 		r := reportOf(t, dir)
 		if len(r.Suggestions) == 0 || !strings.HasPrefix(r.Lateness.Verdict, want[0]) ||
 			!strings.HasSuffix(r.Suggestions[0].Do, want[1]) {
-			t.Errorf("%d hosts: got %q and %+v, want %q", hosts, r.Lateness.Verdict, r.Suggestions, want)
+			t.Errorf("%d hosts: got %q and %+v, want %q", c.hosts, r.Lateness.Verdict, r.Suggestions, want)
 		}
 	}
 }

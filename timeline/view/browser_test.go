@@ -502,7 +502,7 @@ func TestRedirect(t *testing.T) {
 	p.noFaults()
 }
 
-// What the keyboard and the tools of the page do.
+// TestKeysAndTools uses the keys and the tools of the page.
 func TestKeysAndTools(t *testing.T) {
 	v := straggler.read(t)
 	p := openTab(t, serve(t, v).URL())

@@ -531,7 +531,7 @@ func TestPageOfARunningJob(t *testing.T) {
 	p.wait(`document.getElementById("live-verdict").innerText === "Rank 2 held up all others." && document.getElementById("live-problems").innerText === ""`)
 	p.still()
 
-	// What chooses nothing new does not pause the page.
+	// A key or a click that chooses nothing new does not pause the page.
 	p.text(`document.getElementById("timeline").focus() ?? ""`)
 	p.do(chromedp.KeyEvent(kb.Escape))
 	p.text(`document.querySelector("#table button.link").click() ?? ""`)

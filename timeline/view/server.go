@@ -199,13 +199,20 @@ func (s *Server) cookieName() string { return "hvd_view_" + s.port }
 // connection is the key of the connection of a request in its context.
 type connection struct{}
 
-// known reports whether a request has the cookie. If it has, its connection does not count for
-// maxConnections any more, so that other users of this host cannot lock the owner out.
+// prove says that a request is of the owner. Its connection does not count for maxConnections any more, so that
+// other users of this host cannot lock the owner out.
+func prove(r *http.Request) {
+	if conn, limited := r.Context().Value(connection{}).(*dial.LimitedConn); limited {
+		conn.Prove()
+	}
+}
+
+// known reports whether a request has the cookie.
 func (s *Server) known(r *http.Request) bool {
 	c, err := r.Cookie(s.cookieName())
 	is := err == nil && subtle.ConstantTimeCompare([]byte(c.Value), []byte(s.cookie)) == 1
-	if conn, limited := r.Context().Value(connection{}).(*dial.LimitedConn); is && limited {
-		conn.Prove()
+	if is {
+		prove(r)
 	}
 	return is
 }
@@ -216,6 +223,7 @@ func (s *Server) enter(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	fits := s.token != "" && subtle.ConstantTimeCompare([]byte(token), []byte(s.token)) == 1
 	if fits {
+		prove(r) // otherwise others could close the connection before the browser has the cookie
 		s.token = ""
 	}
 	s.mu.Unlock()

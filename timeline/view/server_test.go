@@ -218,8 +218,8 @@ func TestPanicsTakeNoPlace(t *testing.T) {
 	}
 }
 
-// Many connections without the cookie do not lock out the browser that has it, and do not end its
-// connection.
+// Many connections without the cookie do not lock out the browser that has it, and do not end its connection,
+// nor the one on which it has got the cookie.
 func TestConnectionsAreLimited(t *testing.T) {
 	s := serve(t, straggler.read(t))
 	address := net.JoinHostPort(s.host, s.port)
@@ -232,9 +232,9 @@ func TestConnectionsAreLimited(t *testing.T) {
 		t.Cleanup(func() { c.Close() })
 		return c
 	}
-	answers := func(what string, c net.Conn) {
+	get := func(what string, c net.Conn, path, cookie string, want int) {
 		t.Helper()
-		_, err := fmt.Fprintf(c, "GET / HTTP/1.1\r\nHost: %s\r\nCookie: %s=%s\r\n\r\n", address, s.cookieName(), s.cookie)
+		_, err := fmt.Fprintf(c, "GET %s HTTP/1.1\r\nHost: %s\r\nCookie: %s=%s\r\n\r\n", path, address, s.cookieName(), cookie)
 		if err != nil {
 			t.Fatal(what, err)
 		}
@@ -242,15 +242,21 @@ func TestConnectionsAreLimited(t *testing.T) {
 		if err != nil {
 			t.Fatal(what, err)
 		}
-		if _, err := io.Copy(io.Discard, a.Body); err != nil || a.StatusCode != 200 {
+		if _, err := io.Copy(io.Discard, a.Body); err != nil || a.StatusCode != want {
 			t.Errorf("%s: got %s, %v", what, a.Status, err)
 		}
 	}
-	own := dial()
+	answers := func(what string, c net.Conn) {
+		t.Helper()
+		get(what, c, "/", s.cookie, 200)
+	}
+	first, own := dial(), dial()
+	get("the token", first, "/?token="+s.token, "", 303)
 	answers("before", own)
 	for range maxConnections {
 		dial()
 	}
 	answers("a new connection", dial())
 	answers("the open connection", own)
+	answers("the connection of the token", first)
 }

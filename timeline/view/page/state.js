@@ -43,8 +43,8 @@ function write(push) {
 let timer = 0;
 
 // set changes the state and tells all listeners. A change is a step to which Back returns, unless it is small,
-// such as one notch of the wheel. What is as it was is no change, except for the time: the same one may be shown
-// instead of the end of a running job.
+// such as one notch of the wheel. A change that sets the same values is ignored, except for the time: the same one
+// may be shown instead of the end of a running job.
 export function set(change, small = false) {
   change = Object.fromEntries(Object.entries(change).filter(([k, v]) => k === 'from' || k === 'to' || state[k] !== String(v)));
   if (!Object.keys(change).length) return;

@@ -236,7 +236,7 @@ function tileCame(error) {
 }
 
 function rectangle(c, x, y, w, h) {
-  if (++drawn.rectangles > mostRectangles) return; // a test holds that no picture wants more
+  if (++drawn.rectangles > mostRectangles) return; // a test checks that no frame needs more
   c.fillRect(x, y, w, h);
 }
 
