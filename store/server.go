@@ -21,7 +21,8 @@ const (
 	serverIOTimeout   = 10 * time.Second
 
 	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the replies of all clients
-	// together take. A request or a reply of at most freeBytes does not count, unless the request waits.
+	// together take. A request or a reply of at most freeBytes does not count, unless the request waits. A
+	// longer request counts with the most that it can take from before its bytes are read until it is decoded.
 	maxCallsBytes   = 256 << 20
 	maxAnswersBytes = 128 << 20
 	freeBytes       = 4 << 10
@@ -133,18 +134,13 @@ func (c *serverConn) serveNext(in *bufio.Reader) error {
 	n = min(n, maxRequestBytes)
 	var held int64
 	defer func() { c.calls.Release(held) }()
-	// take makes the request count with the given number of bytes in all.
-	take := func(all int64) error {
-		err := c.calls.Acquire(c.ctx, all-held)
-		if err == nil {
-			held = all
-		}
-		return err
-	}
 	if n > freeBytes {
-		if err := take(n); err != nil {
+		// If connections needed more while they hold some, they could wait for each other.
+		most := mostMemory(n)
+		if err := c.calls.Acquire(c.ctx, most); err != nil {
 			return err
 		}
+		held = most
 	}
 	body, err := dial.ReadFrame(in, maxRequestBytes)
 	if err != nil {
@@ -155,17 +151,28 @@ func (c *serverConn) serveNext(in *bufio.Reader) error {
 		return err
 	}
 	all := q.memory(n)
-	if all > freeBytes {
-		if err := take(all); err != nil {
-			return err
-		}
-	}
-	waits, err := c.handle(&q, func() (release func(), err error) {
-		if err := take(all); err != nil {
-			return nil, err
+	// count makes a short request count. It does not wait, because the connection may have requests whose end
+	// would make room, and their cancellations come after this request.
+	count := func() (release func(), err error) {
+		if held == 0 {
+			if err := c.calls.TryAcquire(all); err != nil {
+				return nil, call.Refuse(ErrLimit, err.Error())
+			}
+			held = all
 		}
 		return func() { c.calls.Release(all) }, nil
-	})
+	}
+	if held > 0 {
+		c.calls.Release(held - all)
+		held = all
+	} else if all > freeBytes {
+		if _, err := count(); err != nil {
+			r := reply{id: q.id}
+			r.fail(err)
+			return c.reply(&r)
+		}
+	}
+	waits, err := c.handle(&q, count)
 	if waits {
 		held = 0 // belongs to the wait
 	}
@@ -240,9 +247,8 @@ func (c *serverConn) handle(q *request, count func() (release func(), err error)
 		}
 		release, full := count()
 		if full != nil {
-			return false, full
-		}
-		if waits, err = c.startWait(q, release); waits {
+			err = full
+		} else if waits, err = c.startWait(q, release); waits {
 			return true, nil
 		}
 	}

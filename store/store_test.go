@@ -117,7 +117,7 @@ func TestRequestsShareMemory(t *testing.T) {
 	hash := NewHashStore(Limits{})
 	defer hash.Close()
 	log, entries := testnet.Logs()
-	server, err := Serve("127.0.0.1:0", hash, Config{Log: log, maxCallsBytes: 100 << 10})
+	server, err := Serve("127.0.0.1:0", hash, Config{Log: log, maxCallsBytes: mostMemory(83000)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -155,6 +155,45 @@ func TestRequestsShareMemory(t *testing.T) {
 	}
 	if err := open().Set(ctx, "k", long); err != nil {
 		t.Errorf("the long request, when there is room: %v", err)
+	}
+}
+
+// A short request counts too if it waits, or if its list takes much memory. If there is no room, only this
+// request fails.
+func TestShortRequestsShareMemory(t *testing.T) {
+	ctx := testnet.Context(t)
+	server, hash := serveStore(t, Config{maxCallsBytes: 16 << 10})
+	c := dialStore(t, server.Addr(), secret.Secret{})
+	var keys []string // take 14 KiB
+	for i := range 260 {
+		keys = append(keys, strconv.Itoa(i))
+	}
+	for range 2 { // the second time shows that all of the memory is free again
+		testnet.Eventually(t, "room for the list", func() bool {
+			_, err := c.Check(ctx, keys...)
+			return err == nil
+		})
+		waiting, stop := context.WithCancel(ctx)
+		waited := make(chan error, 5)
+		for i := range 5 {
+			go func() {
+				_, err := c.Get(waiting, strings.Repeat(strconv.Itoa(i), 3000))
+				waited <- err
+			}()
+		}
+		testnet.Eventually(t, "the waits", func() bool { return hash.Waits() == 5 })
+		if _, err := c.Get(ctx, strings.Repeat("k", 3000)); !errors.Is(err, ErrLimit) {
+			t.Errorf("a sixth wait: got %v, want ErrLimit", err)
+		}
+		if _, err := c.Check(ctx, keys...); !errors.Is(err, ErrLimit) {
+			t.Errorf("the list beside the waits: got %v, want ErrLimit", err)
+		}
+		stop()
+		for range 5 {
+			if err := <-waited; !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+		}
 	}
 }
 

@@ -158,6 +158,10 @@ const elementBytes = 48
 // memory returns the memory that a request takes if its frame has n bytes.
 func (q *request) memory(n int64) int64 { return n + elementBytes*int64(len(q.keys)+len(q.values)) }
 
+// mostMemory returns the most that memory can return for a frame of n bytes. An element takes at least four
+// bytes of the frame, and each of the two lists has at most MaxKeys.
+func mostMemory(n int64) int64 { return n + elementBytes*min(n/4, 2*MaxKeys) }
+
 // decodeRequest decodes a request. Its values are slices of body.
 func decodeRequest(body []byte) (request, error) {
 	d := decoder{rest: body}

@@ -61,6 +61,17 @@ func (b *Budget) Acquire(ctx context.Context, n int64) error {
 	}
 }
 
+// TryAcquire takes n bytes. If fewer are left, it returns an error at once.
+func (b *Budget) TryAcquire(n int64) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.held+n > b.most {
+		return b.exceeded(b.held, n)
+	}
+	b.held += n
+	return nil
+}
+
 func (b *Budget) exceeded(held, n int64) error {
 	return fmt.Errorf("all clients together hold %d bytes for %s, and this client needs %d more, want at most %d in all",
 		held, b.what, n, b.most)

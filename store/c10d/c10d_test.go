@@ -487,7 +487,9 @@ func TestListOfKeysIsBounded(t *testing.T) {
 	if err := hash.Set(t.Context(), long, nil); err != nil {
 		t.Fatal(err)
 	}
-	dialRaw(t, addr, hello).say("11", "[1 '"+long+"'")
+	for range 2 { // the second list has room if the first one has been released
+		dialRaw(t, addr, hello).say("11", "[1 '"+long+"'")
+	}
 	for _, k := range []string{"/a", "/b", "/c"} {
 		if err := hash.Set(t.Context(), k, nil); err != nil {
 			t.Fatal(err)
@@ -498,6 +500,22 @@ func TestListOfKeysIsBounded(t *testing.T) {
 		return testnet.Logged(entries, "closed a connection", "list_keys", "this client needs 8198 more",
 			"want at most 8100 in all")
 	})
+}
+
+// A list of keys has one deadline, however long it is. The other one is for the rest in the buffer, when the
+// list does not count any more.
+func TestListOfKeysHasOneDeadline(t *testing.T) {
+	hash := store.NewHashStore(store.Limits{})
+	defer hash.Close()
+	for i := range 20 {
+		if err := hash.Set(t.Context(), strings.Repeat("k", 5000+i), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n, err := c10d.WriteDeadlines(hash, wire(t, hello+" 11"))
+	if n > 2 || !errors.Is(err, io.EOF) {
+		t.Errorf("the server has set %d deadlines for 100,000 bytes, want at most 2 (%v)", n, err)
+	}
 }
 
 // If clients send the lengths of long values but not the values, the server allocates little memory, because

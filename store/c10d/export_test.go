@@ -24,8 +24,29 @@ func ServeWithin(addr string, s *store.HashStore, cfg Config, maxCallsBytes,
 
 // ServeBytes serves s to a client that sends the bytes in and then closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
-	return newServer(s, Config{}, maxCallsBytes, maxAnswersBytes).serve(context.Background(),
-		byteConn{bytes.NewReader(in)}, dial.NewLimiter(1).Acquire(nil))
+	return serveOver(s, byteConn{bytes.NewReader(in)})
+}
+
+func serveOver(s *store.HashStore, conn net.Conn) error {
+	return newServer(s, Config{}, maxCallsBytes, maxAnswersBytes).serve(context.Background(), conn,
+		dial.NewLimiter(1).Acquire(nil))
+}
+
+// WriteDeadlines is like ServeBytes, and returns how often the server sets the deadline for its answers.
+func WriteDeadlines(s *store.HashStore, in []byte) (n int, err error) {
+	err = serveOver(s, deadlineConn{byteConn{bytes.NewReader(in)}, &n})
+	return n, err
+}
+
+// deadlineConn counts the write deadlines.
+type deadlineConn struct {
+	byteConn
+	deadlines *int
+}
+
+func (c deadlineConn) SetWriteDeadline(time.Time) error {
+	*c.deadlines++
+	return nil
 }
 
 // byteConn is a connection that reads from a Reader. It discards all bytes that are written to it.

@@ -378,18 +378,21 @@ func (c *session) check() error {
 }
 
 // listKeys serves list_keys. The list counts as an answer, because it keeps keys in memory that the store may
-// replace until the client has read it.
+// replace until the client has read it. So the client must receive the whole list within writeTimeout.
 func (c *session) listKeys() error {
 	keys, held, err := c.snapshotKeys()
 	if err != nil {
 		return err
 	}
 	defer c.answers.Release(held)
-	if err := c.write(appendU64(nil, uint64(len(keys)))); err != nil {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.setDeadline()
+	if _, err := c.out.Write(appendU64(nil, uint64(len(keys)))); err != nil {
 		return err
 	}
 	for _, k := range keys {
-		if err := c.write(appendBytes(nil, k)); err != nil {
+		if _, err := c.out.Write(appendBytes(nil, k)); err != nil {
 			return err
 		}
 	}
