@@ -21,8 +21,8 @@ const (
 	serverIOTimeout   = 10 * time.Second
 
 	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the replies of all clients
-	// together take. A request or a reply of at most freeBytes does not count, unless the request waits. A
-	// longer request counts with the most that it can take from before its bytes are read until it is decoded.
+	// together take. A request or a reply of at most freeBytes does not count, unless the request waits.
+	// Until a longer request is decoded, it counts with the most that it can take.
 	maxCallsBytes   = 256 << 20
 	maxAnswersBytes = 128 << 20
 	freeBytes       = 4 << 10

@@ -199,8 +199,8 @@ func (s *Server) cookieName() string { return "hvd_view_" + s.port }
 // connection is the key of the connection of a request in its context.
 type connection struct{}
 
-// prove says that a request is of the owner. Its connection does not count for maxConnections any more, so that
-// other users of this host cannot lock the owner out.
+// prove says that a request is of the owner. Its connection does not count for maxConnections any more, so
+// that other users of this host cannot lock the owner out.
 func prove(r *http.Request) {
 	if conn, limited := r.Context().Value(connection{}).(*dial.LimitedConn); limited {
 		conn.Prove()
