@@ -109,15 +109,32 @@ func (c *conn) TryRead(p []byte) (n int, err error) {
 	case c.out == nil:
 		n, err = c.read(c.sock.TryRead, p)
 	case c.unread.Load() || c.out.fill(c.sock) || c.cause.Load() != nil || c.rerr != nil:
-		c.out.trying = true
-		n, err = c.read(c.over.Read, p)
-		c.out.trying = false
-		c.unread.Store(n > 0)
+		n, err = c.readRecords(p)
 	}
 	if err != nil && c.poll != nil {
 		c.poll.remove(c)
 	}
 	return n, err
+}
+
+// readRecords reads from an encrypted connection, without waiting, until p is full or nothing more has
+// arrived. So a short read means the same as without TLS, although a read from TLS returns at most one record.
+func (c *conn) readRecords(p []byte) (n int, err error) {
+	c.out.trying = true
+	for n < len(p) && err == nil {
+		var more int
+		more, err = c.read(c.over.Read, p[n:])
+		n += more
+		if more == 0 && !c.out.fill(c.sock) {
+			break
+		}
+	}
+	c.out.trying = false
+	c.unread.Store(n == len(p) || n > 0 && err != nil)
+	if n > 0 {
+		return n, nil // the next call returns the error
+	}
+	return 0, err
 }
 
 // leaveRuntimePoller takes the socket out of the runtime's poller, because a goroutine polls it now. This

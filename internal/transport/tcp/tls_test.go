@@ -10,9 +10,12 @@ import (
 	"sync"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // tappedListener is a listener that records all bytes that it receives from dialers. If spoil is set, it also
@@ -320,4 +323,33 @@ func TestTamperingIsSeenWhileSending(t *testing.T) {
 	case <-testnet.Context(t).Done():
 		t.Error("read waits for the peer")
 	}
+}
+
+// TestTryReadEmptiesTheSocket checks that one TryRead returns the bytes of all records that have arrived,
+// because a caller that gets fewer bytes than it has room for takes the channel for empty.
+func TestTryReadEmptiesTheSocket(t *testing.T) {
+	overBoth(t, func(t *testing.T, key secret.Secret) {
+		zero, one := twoRanks(t, key)
+		a, b := pair(t, zero, one, transport.Control)
+		const messages = 3
+		arrived := messages
+		if !key.IsZero() {
+			arrived *= 5 + 1 + 1 + 16 // of a record: header, message, type and tag
+		}
+		for i := range messages {
+			if err := errors.Join(a.Send([]byte{byte(i)}), a.Flush()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		testnet.Eventually(t, "the messages arrive", func() bool {
+			n, err := b.sock.now(func(fd int, _ []byte) (int, error) {
+				return unix.IoctlGetInt(fd, unix.TIOCINQ)
+			}, nil)
+			return err == nil && n >= arrived
+		})
+		got := make([]byte, 100)
+		if n, err := b.TryRead(got); n != messages || err != nil {
+			t.Errorf("got %d bytes, %v, want %d", n, err, messages)
+		}
+	})
 }
