@@ -41,9 +41,10 @@ type conn struct {
 	out  *recordBuffer   // nil if over is sock
 	wg   *sync.WaitGroup // wait group of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on all lanes except Control
-	// ready and round belong to poll (poller.maybe). The goroutine that polls owns them.
-	ready bool
-	round uint64
+	// The fields of this block belong to poll and are guarded by poll.mu.
+	ready bool   // whether poller.find has found data that maybe has not reported yet
+	round uint64 // the round in which maybe was called last
+	fd    int32  // the descriptor that poll contains
 	// silence notices that the network drops the packets of the connection. It is nil on the Control lane,
 	// and if there is no limit.
 	silence *dial.Silence

@@ -3,7 +3,6 @@ package tcp
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"os"
 	"slices"
@@ -76,7 +75,7 @@ func (p *poller) add(c *conn) error {
 		return fmt.Errorf("tcp: poll: %w", err)
 	}
 	p.conns = append(p.conns, c)
-	p.byFD[fd], c.round = c, p.round
+	p.byFD[fd], c.fd, c.round = c, fd, p.round
 	return nil
 }
 
@@ -131,9 +130,12 @@ func (p *poller) find() {
 func (p *poller) remove(c *conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	// This fails only on a closed socket, which the kernel has already removed.
+	// This fails only on a closed socket. The kernel has already removed it, unless a child process still has
+	// the descriptor; then find ignores its events.
 	_, _ = p.change(unix.EPOLL_CTL_DEL, c)
-	maps.DeleteFunc(p.byFD, func(_ int32, other *conn) bool { return other == c })
+	if p.byFD[c.fd] == c {
+		delete(p.byFD, c.fd)
+	}
 	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 }
 
