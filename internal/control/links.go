@@ -159,6 +159,9 @@ func (l *Links) Unread() bool { return l.unread }
 func (l *Links) Receive(handle func(ev Event) error) error {
 	l.unread = false
 	for _, f := range l.polled {
+		f.short = false // Poll may have read before the frames of other peers arrived
+	}
+	for _, f := range l.polled {
 		for n := 0; ; n++ {
 			if n == framesPerTurn {
 				l.unread = true

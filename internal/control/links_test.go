@@ -38,7 +38,7 @@ func star(tb testing.TB, meshes []transport.Mesh) []*control.Links {
 }
 
 // Rank 0 of many receives every frame of every rank in order, whichever ranks send and when, and the end of a
-// connection, by polling and without parking.
+// connection, by polling and after it has parked.
 func TestLinksOfMany(t *testing.T) {
 	t.Run("TCP", func(t *testing.T) { testLinksOfMany(t, secret.Secret{}) })
 	key, _ := secret.New()
@@ -49,6 +49,13 @@ func testLinksOfMany(t *testing.T, key secret.Secret) {
 	const peers, rounds = 12, 200
 	meshes := testcluster.SecretTCPMeshes(t, 1+peers, key)
 	links := star(t, meshes)
+	notified, parks := make(chan struct{}, 1), true
+	meshes[0].OnNotify(func() {
+		select {
+		case notified <- struct{}{}:
+		default:
+		}
+	})
 	rng := rand.New(rand.NewPCG(1, 0))
 	var sent, got [1 + peers]uint32
 	ended := topo.Rank(0)
@@ -58,7 +65,15 @@ func testLinksOfMany(t *testing.T, key secret.Secret) {
 			if time.Now().After(deadline) {
 				t.Fatalf("rank 0 got %v frames of %v", got, sent)
 			}
-			if !links[0].Poll() {
+			switch {
+			case links[0].Poll() || links[0].Unread():
+			case parks && meshes[0].Park():
+				select {
+				case <-notified:
+				case <-time.After(time.Until(deadline)): // reported above
+				}
+				meshes[0].Unpark()
+			default:
 				runtime.Gosched()
 				continue
 			}
@@ -77,7 +92,8 @@ func testLinksOfMany(t *testing.T, key secret.Secret) {
 			}
 		}
 	}
-	for range rounds {
+	for i := range rounds {
+		parks = i%2 == 0
 		for range rng.IntN(2 * peers) {
 			r := 1 + rng.IntN(peers)
 			frame := binary.LittleEndian.AppendUint32(nil, sent[r])
