@@ -910,7 +910,7 @@ func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
 func (c *Combiner) erase(s *heldSet, bit uint32) {
 	s.erased = s.cycle
 	s.erasures = slices.DeleteFunc(s.erasures, func(e erasure) bool {
-		return !slices.ContainsFunc(s.local, func(i int) bool { return c.seen(i) < e.cycle })
+		return !slices.ContainsFunc(s.local[:s.size], func(i int) bool { return c.seen(i) < e.cycle })
 	})
 	b := s.bit(bit)
 	s.erasures = append(s.erasures, erasure{bit, s.cycle, b.name})

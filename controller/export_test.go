@@ -57,6 +57,10 @@ func (c *Coordinator) Remembered(id topo.ProcessSetID) int {
 	return 0
 }
 
+// Remembered returns the number of erased cache entries of a set that the leader remembers because votes for
+// them may still arrive.
+func (c *Combiner) Remembered(id topo.ProcessSetID) int { return len(c.set(id).erasures) }
+
 // DistinctRequests returns the number of requests that the coordinator keeps for a tensor of the global set.
 func (c *Coordinator) DistinctRequests(name string) int {
 	kept := make(map[*message.Request]struct{})

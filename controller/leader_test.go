@@ -713,6 +713,28 @@ func TestLeaderHoldsGroups(t *testing.T) {
 	}
 }
 
+// A leader of leaders remembers an erasure only until all ranks have seen it, also if no frame stands for all
+// ranks behind another leader.
+func TestLeaderForgetsErasures(t *testing.T) {
+	c := controller.NewCombiner(1, topo.Leaders{0, 1, 1, 2, 2, 1}, []controller.Set{controller.Global(6)}, 0)
+	for cycle := uint64(1); cycle <= 10; cycle++ {
+		up, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Seen: cycle - 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Up(1, up)
+		c.Up(5, up)
+		c.Relay(2, &message.Part{Ranks: []topo.Rank{2, 3, 4}, Held: make([]uint32, 3), Frame: up})
+		c.Ready()
+		c.Advance()
+		c.Down(nil, &message.Down{Type: message.DownCycle, Cycle: cycle,
+			Sets: []message.DownSet{{Erase: []uint32{0}}}})
+	}
+	if n := c.Remembered(topo.Global); n != 1 {
+		t.Errorf("the leader remembers %d erasures, want only the last one", n)
+	}
+}
+
 // A leader allocates nothing while its ranks vote for cached tensors.
 func TestLeaderAllocatesNothing(t *testing.T) {
 	ranks := []topo.Rank{2, 3, 4}
