@@ -38,6 +38,7 @@ const deadline = 60 * time.Second
 type cluster struct {
 	t       testing.TB
 	ctx     context.Context
+	end     func() // ends ctx
 	net     *mem.Cluster
 	engines []*engine.Engine
 }
@@ -57,15 +58,8 @@ func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 // startOn starts a job of n ranks on the mem.Cluster net. If change is not nil, it changes the configuration
 // of each rank.
 func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config)) *cluster {
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	t.Cleanup(cancel)
-	context.AfterFunc(ctx, func() {
-		if t.Context().Err() == nil {
-			stacks := make([]byte, 1<<20)
-			t.Logf("no end after %v:\n%s", deadline, stacks[:runtime.Stack(stacks, true)])
-		}
-	})
-	c := &cluster{t: t, ctx: ctx, net: net, engines: make([]*engine.Engine, n)}
+	c := &cluster{t: t, net: net, engines: make([]*engine.Engine, n)}
+	c.extend()
 	c.each(func(r int) {
 		cfg := engine.Config{
 			Rank: topo.Rank(r), Size: n, Mesh: c.net.Mesh(topo.Rank(r)),
@@ -76,7 +70,7 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 		}
 		cfg.Backends = append(cfg.Backends,
 			tcp.Register(cfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
-		e, err := engine.Start(ctx, cfg)
+		e, err := engine.Start(c.ctx, cfg)
 		if err != nil {
 			t.Errorf("rank %d: %v", r, err)
 		}
@@ -86,6 +80,25 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 		t.FailNow()
 	}
 	return c
+}
+
+// extend makes ctx end after deadline from now. When it ends, the stacks of all goroutines are logged.
+func (c *cluster) extend() {
+	ctx, cancel := context.WithTimeout(c.t.Context(), deadline)
+	stop := context.AfterFunc(ctx, func() {
+		if c.t.Context().Err() == nil {
+			stacks := make([]byte, 16<<20)
+			c.t.Logf("no end after %v:\n%s", deadline, stacks[:runtime.Stack(stacks, true)])
+		}
+	})
+	if c.end != nil {
+		c.end()
+	}
+	c.ctx, c.end = ctx, func() {
+		stop()
+		cancel()
+	}
+	c.t.Cleanup(c.end)
 }
 
 // each calls f once for each rank, all at the same time, and waits until all calls have returned.
