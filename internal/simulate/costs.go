@@ -67,7 +67,7 @@ var Measured = Costs{
 	Led:        66,   // C: m/1/1024 and l/1/1024 without 120 parts, (835 - 131 - 120 * 1.7) / (8064 - 504)
 	Step:       520,  // C: 512/1/1024 without 512 parts
 	Ask:        340,  // C: l/161/0, 28003 / 161 / 512
-	AskAll:     3,    // not yet measured
+	AskAll:     75,   // C: l/161/0 and l/1/0 without 71 parts and 8 ranks, (90.4 - 56.1) / 504; again: 91
 	DecideBit:  350,  // C: 8/161/1024 and 8/1/1024, (80.3 - 24.0) / 160
 	DecideFull: 1500, // C: 8/161/0 and 8/1/0 without 8 requests, (1420 - 26) / 160 - 8 * 0.9
 	Scan:       20,   // assumed: controller.decide visits each rank for each set; in Step for one set
