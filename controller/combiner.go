@@ -46,8 +46,8 @@ type Combiner struct {
 }
 
 // ledRank is the leader or a rank behind it. The first one is the leader. It is also a group: a leader with a
-// connection to this leader together with the ranks behind it. What all ranks of a group have made is held
-// for the group, so that the cost does not depend on the number of its ranks.
+// connection to this leader together with the ranks behind it. Votes and requests that all ranks of a group
+// have made are held for the group, so that the cost does not depend on the number of its ranks.
 type ledRank struct {
 	rank     topo.Rank
 	members  []int         // of a group: its ranks, as indexes in ascending order
