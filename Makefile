@@ -88,12 +88,12 @@ nocgo: ## test without a C compiler that ranks find each other by name
 	CGO_ENABLED=0 $(GO) test $(VETTED) -trimpath -run 'Loopback|Plain|Master' ./internal/bootstrap
 
 # go list -export compiles into the build cache, and links nothing. The lines are: the programs that tests start, and most
-# of what tests consist of, the race detector, libgohvd.so, and the programs of the wheels and of the image.
+# of what tests consist of, the race detector, most of libgohvd.so, and the programs of the wheels and of the image.
 .PHONY: compile
 compile: ## compile most of what the targets of check link, for .ci/run
 	@$(GO) list -export ./... >/dev/null
 	@$(GO) list -export -race -tags nccl $(RACED) >/dev/null
-	@$(GO) list -export -buildmode=c-shared -tags nccl ./cmd/libgohvd >/dev/null
+	@$(GO) list -export -buildmode=c-shared -tags nccl ./internal/library >/dev/null
 	@CGO_ENABLED=0 $(GO) list -export -trimpath -buildvcs=false ./cmd/hvdrun ./cmd/hvdd ./examples/digits >/dev/null
 
 .PHONY: noasm

@@ -531,7 +531,7 @@ func TestFlagThatAdds(t *testing.T) {
 // that hvdrun has printed.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_TORUS_ALLREDUCE=1", "HVD_TYPO=1",
-		"HOROVOD_RANK=77"}
+		"HOROVOD_NUM_NCCL_STREAMS=2", "HOROVOD_RANK=77"}
 	file := write(t, "params: {torus_allreduce: 1}\nlogging: {level: info}")
 	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
