@@ -79,8 +79,8 @@ func (l *newsLoad) counted() (frames, bytes int64) {
 }
 
 // A step of real engines has the frames, bytes and connections at rank 0 that the simulation has. On a busy
-// machine a leader may pass on votes that it has held for too long, or those of a step in two parts, so the ranks
-// repeat the step until it had the frames and bytes of the simulation.
+// machine a leader may pass on votes that it has held for too long, or those of a step in two parts, so the
+// ranks repeat the step until it had the frames and bytes of the simulation.
 func TestSimulation(t *testing.T) {
 	const perHost, tensors = 8, 8
 	ranks := *simulatedRanks
@@ -146,7 +146,8 @@ func TestSimulation(t *testing.T) {
 				}
 				var frames, bytes int64
 				wantFrames, wantBytes := root.FramesIn+root.FramesOut, root.BytesIn+root.BytesOut
-				for steps := 0; !t.Failed() && (steps < 2 || frames != wantFrames || bytes != wantBytes); steps++ {
+				for steps := 0; !t.Failed() &&
+					(steps < 2 || frames != wantFrames || bytes != wantBytes); steps++ {
 					if steps == 50 {
 						t.Errorf("got %d frames and %d bytes in a step, want %d and %d", frames, bytes,
 							wantFrames, wantBytes)

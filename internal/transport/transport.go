@@ -153,8 +153,8 @@ type Conn interface {
 	// io.Reader, it never returns io.EOF.
 	Read(p []byte) (int, error)
 
-	// TryRead is like Read, but does not wait. If it returns fewer than len(p) bytes, it has returned all that
-	// had arrived. If nothing has arrived, it returns 0 and no error, and allocates nothing.
+	// TryRead is like Read, but does not wait. If it returns fewer than len(p) bytes, it has returned all
+	// that had arrived. If nothing has arrived, it returns 0 and no error, and allocates nothing.
 	TryRead(p []byte) (int, error)
 
 	// Send queues p behind the bytes that were sent before, and returns without waiting for the peer. p must

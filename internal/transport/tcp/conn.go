@@ -119,7 +119,8 @@ func (c *conn) TryRead(p []byte) (n int, err error) {
 }
 
 // readRecords reads from an encrypted connection, without waiting, until p is full or nothing more has
-// arrived. So a short read means the same as without TLS, although a read from TLS returns at most one record.
+// arrived. So a short read means the same as without TLS, although a read from TLS returns at most one
+// record.
 func (c *conn) readRecords(p []byte) (n int, err error) {
 	c.out.trying = true
 	for n < len(p) && err == nil {
