@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"math/bits"
+	"slices"
 )
 
 // Borrow returns n bytes of pinned memory of the host for copies from and to a device, whose contents are
@@ -18,36 +19,53 @@ func (d *Devices) Borrow(index, n int) ([]byte, error) {
 		d.mu.Unlock()
 		return nil, err
 	}
-	free := p.pinned[size]
-	if len(free) > 0 {
-		p.pinned[size] = free[:len(free)-1]
-		p.pinnedBytes -= size
-	}
+	memory := p.take(size)
 	d.mu.Unlock()
-	if len(free) > 0 {
-		return free[len(free)-1][:n], nil
+	if memory == nil {
+		memory, err = p.AllocHost(size)
 	}
-	memory, err := p.AllocHost(size)
 	return memory[:min(n, len(memory))], err
 }
 
-// GiveBack ends the use of memory that Borrow has returned for the device.
+// take removes a block of pinned memory of the given size from those that are not in use, and returns it. It
+// returns nil if there is none. The caller holds d.mu.
+func (p *pool) take(size int) []byte {
+	for i, memory := range slices.Backward(p.pinned) {
+		if len(memory) == size {
+			p.pinned = slices.Delete(p.pinned, i, i+1)
+			p.pinnedBytes -= size
+			return memory
+		}
+	}
+	return nil
+}
+
+// GiveBack ends the use of memory that Borrow has returned for the device. If more than maxPinned bytes are
+// not in use then, those that were given back first are freed.
 func (d *Devices) GiveBack(index int, memory []byte) {
-	size := cap(memory)
 	d.mu.Lock()
 	p := d.pools[index]
-	keeps := p != nil && p.pinnedBytes+size <= maxPinned
-	if keeps {
-		p.pinned[size] = append(p.pinned[size], memory[:size])
-		p.pinnedBytes += size
+	if p == nil {
+		d.mu.Unlock()
+		return
+	}
+	p.pinned = append(p.pinned, memory[:cap(memory)])
+	p.pinnedBytes += cap(memory)
+	var old [][]byte
+	for len(p.pinned) > 1 && p.pinnedBytes > maxPinned {
+		first := p.pinned[0]
+		old = append(old, first)
+		p.pinned = slices.Delete(p.pinned, 0, 1)
+		p.pinnedBytes -= len(first)
 	}
 	d.mu.Unlock()
-	if p != nil && !keeps {
-		_ = p.FreeHost(memory[:size]) // an error of CUDA is that of an earlier call
+	for _, memory := range old {
+		_ = p.FreeHost(memory) // an error of CUDA is that of an earlier call
 	}
 }
 
-// maxPinned is the maximum number of bytes of pinned memory that is kept for a device and not in use.
+// maxPinned is the maximum number of bytes of pinned memory that is kept for a device and not in use, unless
+// it is one larger block.
 const maxPinned = 256 << 20
 
 // pinnedSize returns the number of bytes that Borrow allocates for n bytes: the next power of two up to

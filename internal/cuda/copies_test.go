@@ -7,6 +7,7 @@ import (
 	"errors"
 	"runtime"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -75,6 +76,46 @@ func TestCopies(t *testing.T) {
 	check(slow.Close())
 	check(on.Free(memory))
 	check(d.Close())
+}
+
+// TestBorrow lends the same memory to one operation at a time, and keeps the memory that was used last if there
+// is too much.
+func TestBorrow(t *testing.T) {
+	r, _ := load(t)
+	d := cuda.NewDevices(r)
+	borrow := func(n int) []byte { return must[[]byte](t)(d.Borrow(1, n)) }
+	var lanes sync.WaitGroup
+	for lane := range byte(4) {
+		lanes.Go(func() {
+			for range 2000 {
+				b, err := d.Borrow(1, 4096)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				b[0] = lane
+				runtime.Gosched()
+				if b[0] != lane {
+					t.Errorf("lanes %d and %d use the same memory", lane, b[0])
+				}
+				d.GiveBack(1, b)
+			}
+		})
+	}
+	lanes.Wait()
+	calls := testcuda.Calls(t)
+	for range 3 {
+		large, small := borrow(250<<20), borrow(10<<20)
+		d.GiveBack(1, large)
+		d.GiveBack(1, small)
+		d.GiveBack(1, borrow(10<<20))
+	}
+	if n := calls("cudaHostAlloc"); n != 4 {
+		t.Errorf("got %d allocations, want one of 10 MiB, and 3 of 250 MiB, for which there is no room", n)
+	}
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestBatches checks that several copies cost one call of CUDA if the runtime and the driver have the

@@ -31,8 +31,9 @@ type pool struct {
 	*Device
 	unused []*Event
 	copies *Stream // for copies, or nil
-	// pinned has the memory of Borrow that is not in use, by its size. It has pinnedBytes bytes.
-	pinned      map[int][][]byte
+	// pinned has the blocks of Borrow that are not in use, in the order in which they were given back. They
+	// have pinnedBytes bytes.
+	pinned      [][]byte
 	pinnedBytes int
 }
 
@@ -113,7 +114,7 @@ func (d *Devices) pool(index int) (*pool, error) {
 		if err != nil {
 			return nil, err
 		}
-		p = &pool{Device: of, pinned: make(map[int][][]byte)}
+		p = &pool{Device: of}
 		d.pools[index] = p
 	}
 	return p, nil
@@ -157,10 +158,8 @@ func (p *pool) close() (err error) {
 	if p.copies != nil {
 		err = errors.Join(err, p.copies.Close())
 	}
-	for _, free := range p.pinned {
-		for _, memory := range free {
-			err = errors.Join(err, p.FreeHost(memory))
-		}
+	for _, memory := range p.pinned {
+		err = errors.Join(err, p.FreeHost(memory))
 	}
 	return err
 }

@@ -11,10 +11,10 @@
 //	STANDIN_CUDA_VERSION       version of the runtime (default 12080)
 //	STANDIN_CUDA_DRIVER        version of the driver (default that of the runtime)
 //	STANDIN_CUDA_CALLS         file to which the name of the function is appended, as a line, at each call of
-//	                           cudaFree, cudaMemcpyAsync, cudaMemcpyBatchAsync, cudaStreamWaitEvent and the
-//	                           collectives of NCCL, "priority N" at each stream with a priority, and
-//	                           "unaligned copy" at each copy of a batch whose place is no multiple of 16
-//	                           bytes
+//	                           cudaFree, cudaHostAlloc, cudaMemcpyAsync, cudaMemcpyBatchAsync,
+//	                           cudaStreamWaitEvent and the collectives of NCCL, "priority N" at each stream with
+//	                           a priority, and "unaligned copy" at each copy of a batch whose place is no
+//	                           multiple of 16 bytes
 //	STANDIN_CUDA_NO_DEVICE     error of cudaGetDeviceCount, instead of a number of devices
 //	STANDIN_CUDA_BATCH_FAILS   number of the copy at which each cudaMemcpyBatchAsync fails
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
@@ -313,6 +313,7 @@ int cudaPointerGetAttributes(struct pointerAttributes *a, const void *p) {
 int cudaHostAlloc(void **p, size_t n, unsigned flags) {
 	WORKS;
 	(void)flags;
+	standin_called("cudaHostAlloc");
 	standin_current("cudaHostAlloc");
 	if (refused())
 		return result(captureUnsupported);
