@@ -329,6 +329,7 @@ def _start(state: State, was_rank: bool, reset_before: bool) -> None:
         state.on_reset()
     if e.missing or not was_rank:
         _sync(state, undo=state._by_steps and was_rank and e.held == _library.HELD_NOTHING)
+        state._pair = None  # a sync that the program calls later is one of all ranks
         if pair and state._by_steps:
             state._sync_values()
         if late_reset or not state._by_steps:

@@ -99,6 +99,19 @@ class Elastic(RanksTest):
         self.equal(state.optimizer.state[state.model.weight]["momentum_buffer"], torch.full((2, 3), sender + 1.0))
         self.assertEqual((state.epoch, state.seen), (0, [0]))
 
+    def test_sync_after_pairs(self) -> None:
+        """A sync that the program calls itself sends the state of the first rank to all."""
+        state, progress = self.state(), elastic._progress()
+        progress.pairs, progress.missing, progress.source, progress.receiver = 1, 1, -1, -1
+
+        @hvd.elastic.run
+        def train(state):
+            state.sync()
+
+        with mock.patch.object(elastic, "_progress", return_value=progress):
+            train(state)
+        self.equal(state.model.weight.detach(), torch.ones(2, 3))
+
     def test_failures_are_not_caught(self) -> None:
         @hvd.elastic.run
         def train(state):
