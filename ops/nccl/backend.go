@@ -85,6 +85,8 @@ type device struct {
 	// ranges shows the launches to a tool.
 	ranges *cuda.Ranges
 	fused  []byte
+	// reserved is set when the first operation has allocated fused.
+	reserved bool
 	// retired are former values of fused. They are freed at the end, because freeing memory waits for the
 	// device.
 	retired [][]byte
@@ -210,6 +212,7 @@ func (b *backend) run(ctx context.Context) (*flight, error) {
 		b.enter(ops.Exchanging)
 		return nil, b.onHost(ctx, b.op)
 	}
+	b.device.reserve(b.cfg.FusionBytes)
 	if b.comm == nil {
 		b.enter(ops.Connecting)
 		if err := b.connect(ctx); err != nil {
@@ -301,11 +304,7 @@ func (b *backend) passTurn() {
 	l.turn.Broadcast()
 }
 
-// maxReserved is the maximum number of bytes that are allocated with a stream.
-const maxReserved = 64 << 20
-
-// device returns the stream at p. It makes the stream, and the buffer for fused tensors if the device has
-// room for it, when it is called for the first time.
+// device returns the stream at p. It makes the stream when it is called for the first time.
 func (l *Library) device(p place, cfg *Config) (*device, error) {
 	ranges := l.ranges()
 	l.mu.Lock()
@@ -329,9 +328,20 @@ func (l *Library) device(p place, cfg *Config) (*device, error) {
 	if d.stream, err = of.NewUrgentStream(); err != nil {
 		return nil, err
 	}
-	d.fused, _ = of.Alloc(min(cfg.FusionBytes, maxReserved)) // else an operation that needs it tries again
 	l.devices[p] = d
 	return d, nil
+}
+
+// maxReserved is the maximum number of bytes that the first operation on a stream allocates.
+const maxReserved = 64 << 20
+
+// reserve allocates the buffer for fused tensors before the first operation, if the device has room for it.
+// Allocating may wait for the device, so it takes place in the turn of the operation and without a lock.
+func (d *device) reserve(fusionBytes int) {
+	if !d.reserved {
+		d.fused, _ = d.Alloc(min(fusionBytes, maxReserved)) // else an operation that needs it tries again
+		d.reserved = true
+	}
 }
 
 // maxCTAs returns how many blocks of threads an operation may have so that those of all streams together
