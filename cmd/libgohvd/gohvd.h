@@ -95,7 +95,8 @@ typedef uint64_t hvd_handle_t;
 #define HVD_ERROR_FEEDBACK 2u /* the rounding errors of the compression are added to the next tensor of the name */
 #define HVD_EMPTY 4u          /* in a join: this rank also takes part in operations that have no neutral element */
 #define HVD_ON_DEVICE 8u      /* an operation on a device that NCCL runs is done when it has been launched, and \
-                               * result_stream waits for it; if it fails later, the job fails */
+                               * result_stream waits for it; if it fails later, the job fails. In an elastic job \
+                               * the flag has no effect unless HOROVOD_ENABLE_ASYNC_COMPLETION is set */
 
 /* A flag of hvd_shutdown: the program has failed, so the rank fails too, and the other ranks learn why. This
  * also ends an hvd_init, unless a sidecar runs the engine, and a shutdown that wait for the other ranks. */

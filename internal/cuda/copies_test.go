@@ -78,8 +78,8 @@ func TestCopies(t *testing.T) {
 	check(d.Close())
 }
 
-// TestBorrow lends the same memory to one operation at a time, and keeps the memory that was used last if there
-// is too much.
+// TestBorrow lends the same memory to one operation at a time, and keeps the memory that was used last if
+// there is too much.
 func TestBorrow(t *testing.T) {
 	r, _ := load(t)
 	d := cuda.NewDevices(r)

@@ -29,7 +29,9 @@ type Op struct {
 	Device   int
 	Stream   uintptr
 	// If Launched is set, an operation that a backend runs on the device is done when it has been launched,
-	// and ResultStream, a cudaStream_t of the device, waits for it. Else the setting of the rank decides.
+	// and ResultStream, a cudaStream_t of the device, waits for it. Otherwise the setting of the rank
+	// decides, and so it does in an elastic job, where a commit must not be granted before the operations
+	// have ended.
 	Launched     bool
 	ResultStream uintptr
 	// Allocate returns memory of the device for the output of tensor i, or nil. It is called with the device
@@ -232,7 +234,7 @@ func (c *call) mark(o *Op) error {
 	x.Device, x.Ready = tensor.CUDA(o.Device), []*cuda.Event{e}
 	c.device, c.stream, c.allocate = o.Device, o.Stream, o.Allocate
 	switch {
-	case o.Launched:
+	case o.Launched && (x.Rank.AsyncCompletion || rank.ProcessMembership() == nil):
 		x.Streams = []uintptr{o.ResultStream}
 	case x.Rank.AsyncCompletion:
 		x.Streams = []uintptr{o.Stream}

@@ -30,6 +30,7 @@ func TestDevicePython(t *testing.T) {
 		{"Values", 2, "DEFAULT_STREAM=1"},
 		{"Values", 2, "HOROVOD_ENABLE_ASYNC_COMPLETION=1"}, {"Fallbacks", 2, ""},
 		{"Faulted.test_before_operations", 3, ""}, {"Faulted.test_in_flight", 3, ""},
+		{"Faulted.test_shutdown_after_launch", 2, ""},
 		{"Values.test_unknown_sizes Values.test_no_memory", 2, "HOROVOD_GPU_OPERATIONS=host"},
 		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS=none"},
 	} {
@@ -37,6 +38,16 @@ func TestDevicePython(t *testing.T) {
 		if err != nil || strings.Count(out, ":Ran ") != c.ranks {
 			t.Errorf("%s on %d ranks: %v\n%s", c.tests, c.ranks, err, out)
 		}
+	}
+	elastic := elasticJobOf(t, []string{testnet.Python}, "device_ranks.py", []string{"-np", "2", "--min-np", "2"}, "Elastic")
+	elastic.Env = append(elastic.Env, standIns()...)
+	if out, err := elastic.CombinedOutput(); err != nil || strings.Count(string(out), ":Ran ") != 2 {
+		t.Errorf("an elastic job: %v\n%s", err, out)
+	}
+	out, err := run("Faulted.test_exit_after_launch", 2)
+	if err == nil || !strings.Contains(out, "exit status 120") ||
+		strings.Count(out, ":gohvd: the job has failed, so results of this process may be undefined: ") != 2 {
+		t.Errorf("ranks that exit after a failure: %v\n%s", err, out)
 	}
 	for _, c := range []struct {
 		tests, at string

@@ -212,7 +212,9 @@ class Slot:
         self.address = 0
         """The address of the array, if it is the only one and the result overwrites it. Otherwise it is 0."""
         self.arrays: Any = None
-        """The arrays that the library reads and writes while the operation is in flight. Otherwise it is None."""
+        """What has the arrays that the library reads and writes while the operation is in flight. It is the Completion of an
+        operation that is done APART. Otherwise it is None.
+        """
         self.home = home
         """The list of the slots like this one that are not in use."""
         self.outputs = outputs
@@ -253,6 +255,8 @@ class Slot:
         # If an exception of a signal handler has ended __init__ early, the attribute does not exist.
         arrays = getattr(self, "arrays", None)
         if arrays is not None and self.words[_HANDLE] and not sys.is_finalizing():
+            if isinstance(arrays, Completion):
+                arrays.hold()
             _library.abandon(self.words[_HANDLE], arrays)
 
 
@@ -319,6 +323,11 @@ class Completion(Generic[A]):
     """The results if the library lets this process allocate them on a device."""
     kept: Sequence[A] = ()
     """The arrays of an operation that is done APART, which the device may use until it has done the work of stream."""
+
+    def hold(self) -> None:
+        """Makes sure that the memory of the arrays is not used again before the device has done the work of stream."""
+        for x in self.kept:
+            self.framework.hold(x, self.stream)
 
 
 def _error(status: int, completion: Completion[A] | None) -> Exception:
@@ -434,8 +443,7 @@ class Call(Generic[A]):
         the results yet.
         """
         if self.completion is not None:
-            for x in self.completion.kept:
-                self.completion.framework.hold(x, self.completion.stream)
+            self.completion.hold()
 
     def written(self) -> Sequence[A]:
         """Returns the same as results, but without the wait of the current stream. Any thread may call it."""
@@ -473,6 +481,11 @@ class Call(Generic[A]):
     def stream(self) -> Any:
         """The stream on which the results are complete, or None if they are not on a device."""
         return None if self.completion is None else self.completion.stream
+
+    @property
+    def apart(self) -> bool:
+        """Whether the operation is done APART, so that stream has done its work when the results are complete."""
+        return self.completion is not None and bool(self.completion.kept)
 
     @property
     def result(self) -> _library.Result:
@@ -566,6 +579,7 @@ class Engine:
         """The mpi4py communicator whose processes are the ranks of the job, if the program has passed one."""
         self._settings: dict[str, str] = {}  # those of the last job
         self._joining = False  # whether a thread waits for the other ranks in init
+        self._launched = False  # whether operations of this job may have failed after they were done
         self.before_step: Callable[[], None] | None = None
         """A function that optimizers call when the gradients are reduced, before they change the parameters."""
         self.before_again: list[Callable[[], None]] = []
@@ -598,6 +612,7 @@ class Engine:
                         self._except_hook.install()
                     self._joining = True
                     _library.call(waiting.hvd_init, options)
+                    self._launched = _library.told = False
                 except LibraryError:
                     raise
                 except HorovodInternalError as e:
@@ -647,8 +662,13 @@ class Engine:
     def shutdown(self, limit: float = math.inf) -> None:
         """Leaves the job. Outside a job this has no effect. If the other ranks need this one for longer than the limit, in
         seconds, it leaves as a failed rank.
+
+        If the job has failed and no other call has said so, it raises the error if operations were done when they had been
+        launched, because their results may be undefined.
         """
-        self._leave(*_exit.of_shutdown(), limit)
+        error = self._leave(*_exit.of_shutdown(), limit)
+        if error is not None:
+            raise error
 
     def rejoin(self) -> None:
         """Leaves an elastic job and joins it again, with the same settings and without process sets."""
@@ -671,10 +691,15 @@ class Engine:
         with contextlib.suppress(HorovodInternalError, ValueError):
             _library.call(waiting.hvd_shutdown, reason.encode(), _library.FAILED)
 
-    def _leave(self, reason: str, failed: bool, limit: float = math.inf) -> None:
+    def _leave(self, reason: str, failed: bool, limit: float = math.inf) -> Exception | None:
+        """Leaves the job. Returns the error of shutdown, or None."""
         with self._lock:
             if self._place is None:
-                return
+                return None
+            # In an elastic job they are done at their end.
+            elastic = _library.Elastic(ctypes.sizeof(_library.Elastic))
+            quick.hvd_elastic(elastic)
+            unknown = self._launched and not failed and not _library.told and not elastic.generation
             try:
                 handle = _library.Handle()
                 check(waiting.hvd_shutdown(reason.encode(), _library.FAILED if failed else 0, handle))
@@ -683,8 +708,11 @@ class Engine:
                 except TimeoutError:
                     self._fail_now(f"other ranks still needed this one {limit:g} s after it had left the job")
                     _library.wait(handle)
-            except (HorovodInternalError, ValueError):
-                pass  # the job has failed, and the operations in flight have raised its error
+            except HorovodInternalError as e:
+                # The job has failed. Operations that were not done yet have raised its error.
+                return e if unknown else None
+            except ValueError:
+                pass
             finally:
                 self._place = self.mpi_comm = None
                 for s in self._registered:
@@ -696,17 +724,22 @@ class Engine:
                 for f in self.at_shutdown:
                     f()
                 _library.reap()
+        return None
 
     def close(self) -> None:
-        """Leaves the job when the process exits."""
+        """Leaves the job when the process exits. If that gives the error of shutdown, it prints the error, and the exit
+        status of the process says that its end has failed.
+        """
         reason, failed = _exit.of_exit()
         while not self._lock.acquire(timeout=_LOOK_SECONDS):
             if self._joining:
                 self._fail_now(reason or "its process exits while a thread joins the job")
         try:
-            self._leave(reason, failed)
+            error = self._leave(reason, failed)
         finally:
             self._lock.release()
+        if error is not None:
+            _exit.fail(error)
 
     def after_fork(self) -> None:
         """Makes the engine usable in a forked process. It replaces the locks, because no thread exists there that could
@@ -901,7 +934,7 @@ class Engine:
             return Call(slot, slot.words[_HANDLE], results, take, completion)
         call = Call(None, 0, results, take, completion)
         call.error = _library.error(status)
-        if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job has failed
+        if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job, or CUDA in this process, has failed
             raise call.error
         return call
 
@@ -962,6 +995,7 @@ class Engine:
             words[_STREAM] = fw.handle(stream)
         copies: list[tuple[A, A]] = []
         used: list[Any] = []
+        staged: list[A] = []
         at, slot.address = _INPUT, 0
         for x, shape, (_, size) in zip(arrays, shapes, codes):
             address = 0 if in_memory else fw.address(x)
@@ -971,6 +1005,7 @@ class Engine:
                     fw.copy(made, x)
                 if targets is arrays:
                     copies.append((x, made))
+                staged.append(made)
                 x, address = made, fw.address(made)
             used.append(x)
             words[at] = address
@@ -1012,9 +1047,14 @@ class Engine:
             # The copies use the stream of the call, and so does the caller of allocate.
             if op.launched == APART and not copies and made is None:
                 stream, kept = fw.result_stream(device), used
+                for x in staged:  # the stream of the call, for which they were allocated, may not wait for the results
+                    fw.hold(x, stream)
             words[_RESULT_STREAM] = fw.handle(stream)
+            self._launched = True
         if copies or stream is not None or slot.tells:
             completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None, made, kept)
+            if kept:
+                slot.arrays = completion
         return slot, results, completion
 
     def _outputs(

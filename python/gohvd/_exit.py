@@ -46,6 +46,28 @@ def raised(e: BaseException) -> str:
     return f"its program raised {_describe(e)}"
 
 
+class _Failed:
+    """The standard error of a process whose end has failed. Python exits with status 120 if it cannot flush it at the end.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("the job has failed")
+
+
+def fail(e: Exception) -> None:
+    """Prints an error at the exit of the process, and makes its exit status 120 after the other functions of atexit."""
+    print(f"gohvd: the job has failed, so results of this process may be undefined: {e}", file=sys.stderr)
+    sys.stderr = _Failed(sys.stderr)
+
+
 class ExceptHook:
     """An exception hook that removes the frames of this package from the traceback of a failed operation, so that the
     traceback ends at a line of the program.

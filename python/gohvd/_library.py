@@ -378,13 +378,19 @@ def gpu_libraries(count_devices: bool) -> dict[str, Any]:
     return json.loads(text_of(waiting.hvd_gpu_libraries, count_devices))
 
 
+told = False
+"""Whether error has returned an error since the job has failed."""
+
+
 def error(status: int) -> Exception:
     """Returns the exception for the status that a function has just returned in this thread. Wrong arguments are a
     ValueError, as in Horovod.
     """
+    global told
     e = _Error(ctypes.sizeof(_Error))
     quick.hvd_last_error(ctypes.byref(e))
     text = e.text.decode(errors="replace") if e.status == status else f"hvd: the operation failed with status {status}"
+    told = told or status == _PEER or quick.hvd_check() != SUCCESS
     if status == _USAGE:
         return ValueError(text)
     if status == _DUPLICATE_NAME:

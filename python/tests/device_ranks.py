@@ -22,15 +22,15 @@ import time
 import unittest
 import unittest.mock
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import devices
 
-from gohvd import _engine, _library
+from gohvd import _engine, _library, elastic
 from gohvd._library import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND
 from gohvd.basics import init, rank, shutdown, size
-from gohvd.exceptions import PeerError
+from gohvd.exceptions import HorovodInternalError, PeerError
 from gohvd.process_sets import global_process_set
 
 _LIMIT_SECONDS = 300
@@ -51,6 +51,9 @@ def cuda(name: str, *args: Any) -> None:
 def _device() -> int:
     count = ctypes.c_int()
     cuda("cudaGetDeviceCount", ctypes.byref(count))
+    if "HOROVOD_RANK" not in os.environ:  # in an elastic job
+        init()
+        return rank() % count.value
     return devices.share(count.value)
 
 
@@ -136,6 +139,7 @@ class Devices(_engine.Framework[Array]):
         self._of_thread = threading.local()
         self.current = 0 if os.environ.get("DEFAULT_STREAM") else new_stream()
         self.followed: list[int] = []
+        self.held: list[tuple[Array, int]] = []
 
     @property
     def current(self) -> int:
@@ -189,6 +193,9 @@ class Devices(_engine.Framework[Array]):
 
     def result_stream(self, device: int) -> int:
         return RESULTS
+
+    def hold(self, x: Array, stream: int) -> None:
+        self.held.append((x, stream))
 
     def copy(self, target: Array, source: Array) -> None:
         copy(target.address, source.address, source.nbytes)
@@ -517,6 +524,31 @@ class Values(OnDevice):
                 self.assertEqual(fw.followed, [stream, RESULTS])
                 self.assertEqual([x.read() for x in arrays], [[total], [total]])
 
+    def test_apart(self) -> None:
+        """The stream of a call that is done APART need not wait for it. So a copy of an input is held for the stream that
+        does, and so are all arrays of a call that the program drops.
+        """
+        x, y, total = Array([1], contiguous=False).write([rank()]), Array([1]), size() * (size() - 1) / 2
+        fw.held.clear()
+        call = begin(ALLREDUCE, [x], "copied", targets=[y], reduction=_engine.Sum, launched=_engine.APART)
+        self.assertEqual([(a is x, stream) for a, stream in fw.held], [(False, RESULTS)])
+        self.assertTrue(call.apart)
+        with fw.using(new_stream()):
+            call.results()
+            self.assertEqual(y.read(), [total])
+        x = Array([1]).write([rank()])
+        call = begin(ALLREDUCE, [x], "dropped", targets=[y], reduction=_engine.Sum, launched=_engine.APART)
+        fw.held.clear()
+        del call
+        self.assertEqual(fw.held, [(x, RESULTS), (y, RESULTS)])
+        z = [Array([1], contiguous=False).write([rank()])]
+        call = begin(ALLREDUCE, z, "in place", targets=z, reduction=_engine.Sum, launched=_engine.APART)
+        self.assertEqual((call.apart, call.stream), (False, fw.current))
+        call.results()
+        _engine.engine.simple(BARRIER, global_process_set)
+        _library.reap()
+        self.assertEqual((y.read(), z[0].read()), ([total], [total]))
+
     def test_freed(self) -> None:
         """An allocation is freed and another one is at its address."""
         for i in range(5):
@@ -629,6 +661,27 @@ class Faulted(OnDevice):
     def test_in_flight(self) -> None:
         self.fault(True)
 
+    def after_launch(self, end: Callable[[], Any]) -> None:
+        """Operations that are done when they have been launched fail then, and the program calls only end."""
+        if rank() == size() - 1:
+            with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_HOLD="/never"):
+                fw.current = new_stream()
+        x = [Array([1]).write([1])]
+        begin(ALLREDUCE, x, "x", targets=x, reduction=_engine.Sum, launched=_engine.AT_LAUNCH).written()
+        if rank() == size() - 1:
+            _runtime.standin_fault()
+        unittest.mock.patch.object(Allocation, "__del__", lambda _: None).start()  # nothing can be freed any more
+        end()
+
+    def test_shutdown_after_launch(self) -> None:
+        with self.assertRaisesRegex(HorovodInternalError, "cudaErrorIllegalAddress"):
+            self.after_launch(shutdown)
+        shutdown()
+
+    def test_exit_after_launch(self) -> None:
+        """The process exits without a shutdown, which TestDevicePython sees."""
+        self.after_launch(lambda: None)
+
 
 class Cost(InTheJob):
     """Prints the processor time of an allreduce on a device and in host memory, the least of many measurements. The libraries
@@ -653,6 +706,29 @@ class Cost(InTheJob):
                     all_ns = min(all_ns, time.process_time_ns() - process)
             call_us, all_us = call_ns / 1e3 / len(names), all_ns / 1e3 / len(names)
             print(f"{where}: {call_us:.1f} us of a call, {all_us:.1f} us with all of the engine")
+
+
+class Elastic(OnDevice):
+    """The job is elastic."""
+
+    def test_launched(self) -> None:
+        """Operations are done at their end, because a commit says that those before it have succeeded."""
+        with tempfile.TemporaryDirectory() as folder:
+            gate = os.path.join(folder, "open")
+            with unittest.mock.patch.dict(os.environ, {"STANDIN_CUDA_HOLD": gate}):
+                stream = new_stream()
+            x = Array([1])
+            with fw.using(stream):
+                x.write([rank()])
+                call = begin(ALLREDUCE, [x], "held", targets=[x], reduction=_engine.Sum, launched=_engine.APART)
+                opens = threading.Timer(0.3, lambda: open(gate, "w").close())
+                opens.start()
+                call.settle()
+                self.assertTrue(os.path.exists(gate), "the operation was done before its input was computed")
+                opens.join()
+                call.results()
+                self.assertEqual(x.read(), [size() * (size() - 1) / 2])
+        elastic.run(lambda _: None)(elastic.ObjectState(lambda values: values, rank))  # the training is over
 
 
 class WithoutNCCL(Fallback):

@@ -726,6 +726,10 @@ class Works(Ranks):
                 self.assertEqual((follow.called, call.hold.called, call.results.called), (waits, not waits, False))
             stream.query.return_value = True
             self.assertTrue(work.is_completed())
+        # A stream of the program may have other work, also work that keeps it from being asked.
+        stream, call = mock.Mock(), mock.Mock(spec=_engine.Call, apart=False)
+        stream.query.side_effect, call.stream = RuntimeError, stream
+        self.assertTrue(_work.Work(_work.Operation("all_reduce", [call], [])).is_completed())
 
     def test_futures_in_callbacks(self) -> None:
         """A callback may wait for the futures of other operations, which are begun before or in the callback."""

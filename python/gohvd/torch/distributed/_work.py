@@ -60,6 +60,8 @@ class Operation:
         """The output tensors, which is what a future returns."""
         self.streams = [call.stream for call in calls if call.stream is not None]
         """The streams of CUDA devices on which the results are complete, perhaps later than the operation is done."""
+        self.apart = [call.stream for call in calls if call.apart] if self.streams else []
+        """Those of them on which the program puts no work."""
         self._process = _process
         self._after = after
         self._lock = threading.Lock()
@@ -94,7 +96,7 @@ class Operation:
                 more = f": {self.expected()}" if self.expected is not None and isinstance(e, MismatchError) else ""
                 e.args = (f"torch.distributed.{self.what}: {e}{more}", *e.args[1:])
                 self.error = e.with_traceback(None)
-            if not follows:
+            if not follows or self.error is not None:
                 for call in self.calls:
                     call.hold()
             self.calls, self._after, self.expected = (), None, None
@@ -124,12 +126,14 @@ class Operation:
             self._after()
 
     def poll(self) -> bool:
-        """Returns whether the operation is done, also on the device. If it is, its results have been written."""
+        """Returns whether the operation is done, also on the device if a stream of its own waits for it: the program's
+        streams may have other work. If it is, its results have been written.
+        """
         if self._process is not _process:
             self.after_fork()
         if not self.done and self.ended():
             self.finish()
-        return self.done and (self.error is not None or all([stream.query() for stream in self.streams]))
+        return self.done and (self.error is not None or all([stream.query() for stream in self.apart]))
 
     def ended(self) -> bool:
         """Returns whether finish does not wait."""
