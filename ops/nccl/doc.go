@@ -83,7 +83,7 @@ type Config struct {
 	// 2.17 or newer.
 	Streams int
 	// FusionBytes is the size of the fused tensors of an operation. The buffer for them, of at most 64 MiB,
-	// is allocated with the stream of a device, before the program has used the memory.
+	// is allocated by the first operation on a stream, before the program has used the memory.
 	FusionBytes int
 	// Deterministic forbids reductions whose result depends on the order of additions.
 	Deterministic bool
