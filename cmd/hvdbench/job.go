@@ -17,8 +17,9 @@ type jobPlace struct {
 	store    store.Store       // where the ranks meet; nil means the launcher's store
 }
 
-// leaveTimeout is the time limit for the shutdown of a rank that was interrupted.
-const leaveTimeout = 5 * time.Second
+// leaveTimeout is the time limit for the shutdown of a rank that was interrupted. It must be shorter than the
+// 5 s after which hvdrun kills the rank, which prints the end of its table after the shutdown.
+const leaveTimeout = 2 * time.Second
 
 // job is a job that this rank has joined.
 type job struct {
