@@ -158,7 +158,7 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 			var all map[int]*live.Records
 			if u.job != nil && u.job.End == nil && !time.Now().Before(next) {
 				all, _ = j.records(watched, recordedRanks(u.job, l)) // without them, the page shows the state
-				next = time.Now().Add(restAfter(all))
+				next = nextQuestion(next, time.Now(), all)
 			}
 			show(u, all)
 			return true
@@ -180,6 +180,17 @@ const (
 	recordTime  = 3 * time.Microsecond
 	shareOfHost = 100
 )
+
+// nextQuestion returns when the ranks may be asked for records again after an answer that came now. They could
+// have been asked at the time next. Since states come at intervals, they were asked later. Then the following
+// question comes earlier: the answer to a late question has more records, so otherwise one late question would
+// make all following ones late.
+func nextQuestion(next, now time.Time, all map[int]*live.Records) time.Time {
+	if least := now.Add(-viewInterval); next.Before(least) {
+		next = least
+	}
+	return next.Add(restAfter(all))
+}
 
 // restAfter returns for how long the ranks are not asked again after they have sent records. The processors
 // of the host belong to the training.

@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"runtime"
 	"testing"
 	"time"
 
@@ -44,6 +45,30 @@ func TestEndAfterABrokenConnection(t *testing.T) {
 	l.Close()
 	if last := j.end(t.Context()); last == nil || last.End.Status != -1 {
 		t.Errorf("got %+v, want that hvdrun has ended without a last state", last)
+	}
+}
+
+// In a job whose records take nearly all of the time that they may take, a pause does not make the later
+// questions to the ranks rare.
+func TestQuestionsAfterAPause(t *testing.T) {
+	perInterval := int(0.9 * float64(viewInterval) / float64(recordTime*shareOfHost) *
+		float64(runtime.GOMAXPROCS(0)))
+	now := time.Now()
+	next, asked, late := now, now, 0
+	for i := range 100 {
+		now = now.Add(viewInterval)
+		if paused := i < 3; paused || now.Before(next) {
+			continue
+		}
+		if i >= 50 && now.Sub(asked) > viewInterval {
+			late++
+		}
+		n := perInterval * int(now.Sub(asked)/viewInterval)
+		next = nextQuestion(next, now, map[int]*live.Records{0: {Entries: make([]live.Entry, n)}})
+		asked = now
+	}
+	if late > 0 {
+		t.Errorf("%d questions were late", late)
 	}
 }
 

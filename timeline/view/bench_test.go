@@ -6,7 +6,6 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -34,31 +33,22 @@ func BenchmarkRead(b *testing.B) {
 				if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {
 					b.Fatal(err)
 				}
-				begun := processorTime(b)
+				begun := processorTime()
 				job, bad, err := report.Open([]string{dir})
 				if err != nil || bad != nil {
 					b.Fatal(err, bad)
 				}
-				opened := processorTime(b)
+				opened := processorTime()
 				if _, err := Read(job, report.Options{CacheCapacity: 1024}, dir); err != nil {
 					b.Fatal(err)
 				}
 				b.ReportMetric((opened - begun).Seconds(), "cpu-s-survey")
-				b.ReportMetric((processorTime(b) - opened).Seconds(), "cpu-s-read")
+				b.ReportMetric((processorTime() - opened).Seconds(), "cpu-s-read")
 				b.ReportMetric(peakMemory(b), "MiB-peak")
 			}
 			machine(b)
 		})
 	}
-}
-
-// processorTime returns the processor time of this process.
-func processorTime(b *testing.B) time.Duration {
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // peakMemory returns the most memory that this process has had, in MiB.

@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/timeline/report"
 )
@@ -32,9 +34,10 @@ const (
 	maxStreams = 4
 	// shareOfHost limits the time that the analysis takes: one of so many parts of the time of the host's
 	// processors, and at most a tenth of one processor. hvdrun view runs on the host of the training.
-	// maxRestTime is the time between two analyses above which fewer operations are kept.
+	// maxRestTime is the time between two analyses above which fewer operations are kept. With it, an
+	// operation is shown less than a second after its end, and before there is no room for it any more.
 	shareOfHost = 100
-	maxRestTime = 2 * time.Second
+	maxRestTime = 400 * time.Millisecond
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
 	streamTime = 10 * time.Second
 	// restTime is for how long a job is still followed after the last page has gone, so that a page that is
@@ -219,6 +222,7 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 	l.add(all, begun)
 	var run *Run
 	if l.stale && (s.Ended || !begun.Before(l.next)) {
+		before := processorTime()
 		known := make([]*live.Records, 0, len(l.ranks))
 		for _, r := range l.ranks {
 			known = append(known, r.Records)
@@ -228,7 +232,7 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 			return fmt.Errorf("analyse the operations of a running job: %w", err)
 		}
 		run.live, l.stale = true, false
-		l.rest(time.Since(begun))
+		l.rest(processorTime() - before)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -240,8 +244,18 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 	return nil
 }
 
-// rest sets when the next analysis may begin, after one that took some time, and how much it may have to
-// analyse.
+// processorTime returns the processor time of this process. An analysis takes more time than that if it waits
+// for a processor, which says nothing about its cost.
+func processorTime() time.Duration {
+	var t unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &t); err != nil {
+		panic("view: " + err.Error()) // each Linux has this clock
+	}
+	return time.Duration(t.Nano())
+}
+
+// rest sets when the next analysis may begin, after one that took some processor time, and how much it may
+// have to analyse.
 func (l *Live) rest(took time.Duration) {
 	rest := took * time.Duration(max(shareOfHost/runtime.GOMAXPROCS(0), 10)-1)
 	l.next = time.Now().Add(rest)
