@@ -70,6 +70,8 @@ func program(name string) int {
 		return ended(faultyNode(ctx))
 	case "get":
 		return overHosts(func() error { return printPage(os.Args[1]) })
+	case "watched":
+		return ended(watched(ctx))
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
 	case "node", "returning", "lagging", "starting":

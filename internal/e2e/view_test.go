@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/cookiejar"
 	"os"
@@ -20,14 +21,14 @@ import (
 
 // livePage is the page of a running job, as a browser loads it.
 type livePage struct {
-	t     *testing.T
+	t     testing.TB
 	http  http.Client
 	base  string
 	lines *bufio.Reader
 }
 
 // openPage opens the page with the address in a line of hvdrun, and begins to follow the job.
-func openPage(t *testing.T, line string) *livePage {
+func openPage(t testing.TB, line string) *livePage {
 	t.Helper()
 	url := regexp.MustCompile(`http://\S+`).FindString(line)
 	jar, err := cookiejar.New(nil)
@@ -72,17 +73,34 @@ func (p *livePage) until(what string, is func(s *view.State) bool) *view.State {
 	}
 }
 
-// report returns the report that belongs to a state.
-func (p *livePage) report(s *view.State) *timelines.Report {
+// get returns data that belong to a state, or nil if they were replaced meanwhile. what ends where another
+// parameter can follow.
+func (p *livePage) get(what string, s *view.State) []byte {
 	p.t.Helper()
-	a, err := p.http.Get(p.base + "data/report?run=" + s.Run)
+	a, err := p.http.Get(p.base + "data/" + what + "run=" + s.Run)
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	defer a.Body.Close()
+	text, err := io.ReadAll(a.Body)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	if a.StatusCode == http.StatusGone {
+		return nil
+	}
+	if a.StatusCode != http.StatusOK {
+		p.t.Fatalf("%s: got the status %d and %s", what, a.StatusCode, text)
+	}
+	return text
+}
+
+// report returns the report that belongs to a state.
+func (p *livePage) report(s *view.State) *timelines.Report {
+	p.t.Helper()
 	r := new(timelines.Report)
-	if a.StatusCode == http.StatusOK { // else it was replaced meanwhile
-		if err := json.NewDecoder(a.Body).Decode(r); err != nil {
+	if text := p.get("report?", s); text != nil {
+		if err := json.Unmarshal(text, r); err != nil {
 			p.t.Fatal(err)
 		}
 	}
