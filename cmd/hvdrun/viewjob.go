@@ -181,10 +181,10 @@ const (
 	shareOfHost = 100
 )
 
-// nextQuestion returns when the ranks may be asked for records again after an answer that came now. They could
-// have been asked at the time next. Since states come at intervals, they were asked later. Then the following
-// question comes earlier: the answer to a late question has more records, so otherwise one late question would
-// make all following ones late.
+// nextQuestion returns when the ranks may be asked for records again after an answer that came now. They
+// could have been asked at the time next. Since states come at intervals, they were asked later. Then the
+// following question comes earlier: the answer to a late question has more records, so otherwise one late
+// question would make all following ones late.
 func nextQuestion(next, now time.Time, all map[int]*live.Records) time.Time {
 	if least := now.Add(-viewInterval); next.Before(least) {
 		next = least

@@ -27,7 +27,7 @@ const herdVariable = "GOHVD_E2E_HERD"
 
 const (
 	// The training of BenchmarkView reduces small tensors in each step, in every fourth step also one with a
-	// name of its own. It does so watchedOperations times, and then lets one rank be late watchedStalls times.
+	// name of its own. It does so watchedOperations times, and then a rank is late watchedStalls times.
 	watchedEvery      = 4
 	watchedOperations = 40
 	watchedStalls     = 5
