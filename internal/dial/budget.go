@@ -61,6 +61,9 @@ func (b *Budget) Acquire(ctx context.Context, n int64) error {
 	}
 }
 
+// Most returns the number of bytes of b.
+func (b *Budget) Most() int64 { return b.most }
+
 // TryAcquire takes n bytes. If fewer are left, it returns an error at once.
 func (b *Budget) TryAcquire(n int64) error {
 	b.mu.Lock()

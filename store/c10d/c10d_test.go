@@ -16,6 +16,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -474,6 +475,46 @@ func TestRequestsShareMemory(t *testing.T) {
 	dialRaw(t, addr, hello).say("03 '/k'", "''")
 	first.say("0c", "01") // cancels the wait
 	dialRaw(t, addr, hello).say(long+" 07", "+1")
+}
+
+// Four clients have each sent a part of a long request. There is room for two such requests, so the others
+// must wait. A client that does not send the rest is refused after a minute.
+func TestLongRequestsDoNotWaitForEachOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hash := store.NewHashStore(store.Limits{})
+		defer hash.Close()
+		serve := c10d.ServeEach(hash, 1<<20)
+		begun, served := make(chan struct{}), make(chan error)
+		begin := func(request []byte) net.Conn {
+			client, server := net.Pipe()
+			go func() { served <- serve(server) }()
+			go func() {
+				client.Write(request[:len(request)*5/8])
+				<-begun
+				client.Write(request[len(request)*5/8:])
+				client.Close()
+			}()
+			return client
+		}
+		request := wire(t, hello+" 01 '/k' '"+strings.Repeat("v", 400<<10)+"'")
+		for range 4 {
+			begin(request)
+		}
+		synctest.Wait()
+		close(begun)
+		for range 4 {
+			if err := <-served; !errors.Is(err, io.EOF) {
+				t.Error(err)
+			}
+		}
+		begun = make(chan struct{})
+		defer close(begun)
+		began := time.Now()
+		begin(request)
+		if err := <-served; !errors.Is(err, os.ErrDeadlineExceeded) || time.Since(began) != time.Minute {
+			t.Errorf("a client that sends no more: got %v after %v", err, time.Since(began))
+		}
+	})
 }
 
 // A list of keys counts as an answer with the keys and the memory for the list. So the server refuses to send

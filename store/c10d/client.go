@@ -376,7 +376,7 @@ func (s *Store) get(ctx context.Context, key string) (value []byte, err error) {
 		return x.whileThere([]string{key}, func() (empty bool, err error) {
 			in, err := x.ask(opGet, appendBytes(nil, keyPrefix+key))
 			if err == nil {
-				value, err = in.value()
+				value, err = in.value(0)
 			}
 			return len(value) == 0, err
 		})
@@ -408,7 +408,7 @@ func (x *exchange) tryGet(key string) (value []byte, ok bool, err error) {
 		}
 		in, err := x.ask(opGet, appendBytes(nil, keyPrefix+key))
 		if err == nil {
-			value, err = in.value()
+			value, err = in.value(0)
 		}
 		if err != nil || len(value) > 0 {
 			return value, true, err
@@ -481,7 +481,7 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
 		err = s.exchange(ctx, func(x *exchange) error {
 			in, err := x.ask(opCompareSet, args)
 			if err == nil {
-				actual, err = in.value()
+				actual, err = in.value(0)
 			}
 			return err
 		})
@@ -557,7 +557,7 @@ func (s *Store) MultiGet(ctx context.Context, keys ...string) (values [][]byte, 
 						return false, err
 					}
 					var v []byte
-					v, err = in.value()
+					v, err = in.value(0)
 					values, empty = append(values, v), empty || len(v) == 0
 				}
 				return empty, err
@@ -622,7 +622,7 @@ func (s *Store) TryPop(ctx context.Context, key string) (value []byte, ok bool, 
 			if ok = n > 0; err != nil || !ok {
 				return err
 			}
-			value, err = in.value()
+			value, err = in.value(0)
 			return err
 		})
 	}

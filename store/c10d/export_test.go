@@ -28,8 +28,16 @@ func ServeBytes(s *store.HashStore, in []byte) error {
 }
 
 func serveOver(s *store.HashStore, conn net.Conn) error {
-	return newServer(s, Config{}, maxCallsBytes, maxAnswersBytes).serve(context.Background(), conn,
-		dial.NewLimiter(1).Acquire(nil))
+	return ServeEach(s, maxCallsBytes)(conn)
+}
+
+// ServeEach returns a function that serves s over a connection. The requests of all connections may take
+// maxCallsBytes.
+func ServeEach(s *store.HashStore, maxCallsBytes int64) func(net.Conn) error {
+	server := newServer(s, Config{}, maxCallsBytes, maxAnswersBytes)
+	return func(conn net.Conn) error {
+		return server.serve(context.Background(), conn, dial.NewLimiter(1).Acquire(nil))
+	}
 }
 
 // WriteDeadlines is like ServeBytes, and returns how often the server sets the deadline for its answers.

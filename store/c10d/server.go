@@ -21,12 +21,15 @@ const (
 	// writeTimeout is how long the server waits until a client has received an answer. If the client has not
 	// received it by then, the server closes the connection.
 	writeTimeout = 10 * time.Second
-	bufferBytes  = 4 << 10
+	// readTimeout is how long the server waits for the rest of a request that counts in maxCallsBytes.
+	readTimeout = time.Minute
+	bufferBytes = 4 << 10
 	// maxCallBytes is the maximum size of a request. The server keeps all of it in memory until the last byte
 	// has arrived, or while it waits for the keys in it.
 	maxCallBytes = 64 << 20
 	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the answers of all clients
-	// together take, besides the first bufferBytes of each request.
+	// together take. Requests of at most bufferBytes do not count. Until a longer request has arrived, it
+	// counts with the most that it can take.
 	maxCallsBytes   = 128 << 20
 	maxAnswersBytes = 8 * store.MaxValueBytes
 )
@@ -44,7 +47,8 @@ type Config struct {
 
 // Server serves a HashStore to PyTorch processes. If a client violates the protocol, the server closes its
 // connection and logs the reason. It keeps the connection of a silent client open forever, because old
-// clients have a second connection on which they never send anything.
+// clients have a second connection on which they never send anything. But the rest of a request of more than
+// 4 KiB must arrive within a minute.
 //
 // The protocol has no secret. So a server refuses processes of other users of its host, except root. Whatever
 // its clients do, it takes only a bounded amount of memory, and at most half of the file descriptors of its
@@ -135,6 +139,9 @@ func (c *session) run() error {
 			if err := c.flush(); err != nil {
 				return err
 			}
+		}
+		if c.call > bufferBytes {
+			c.conn.SetReadDeadline(time.Time{})
 		}
 		c.calls.Release(c.held)
 		c.call, c.held = 0, 0
@@ -232,7 +239,7 @@ func (c *session) handle(op opcode) error {
 	case opQueuePop:
 		return c.queuePop()
 	case opQueueLen:
-		key, err := c.in.key()
+		key, err := c.in.key(0)
 		if err != nil {
 			return err
 		}
@@ -242,27 +249,29 @@ func (c *session) handle(op opcode) error {
 	return fmt.Errorf("unsupported operation %v", op)
 }
 
-// hold counts memory that the current request takes.
-func (c *session) hold(numBytes int) error {
+// hold counts memory that the current request takes, before its bytes are read. The later parts of the
+// request take at most rest bytes.
+func (c *session) hold(numBytes, rest int) error {
 	c.call += int64(numBytes)
 	if c.call > maxCallBytes {
 		return fmt.Errorf("got more than %d bytes in one call", maxCallBytes)
 	}
-	if c.call <= bufferBytes {
+	if c.call <= max(bufferBytes, c.held) {
 		return nil
 	}
-	more := c.call - c.held
-	if err := c.calls.Acquire(c.ctx, more); err != nil {
+	// If connections needed more while they hold some, they could wait for each other.
+	most := max(c.call, min(c.call+int64(rest), maxCallBytes, c.calls.Most()))
+	if err := c.calls.Acquire(c.ctx, most-c.held); err != nil {
 		return err
 	}
-	c.held += more
-	return nil
+	c.held = most
+	return c.conn.SetReadDeadline(time.Now().Add(readTimeout))
 }
 
 // pair reads a key and a value. The value is valid until the next read.
 func (c *session) pair() (key string, value []byte, err error) {
-	if key, err = c.in.key(); err == nil {
-		value, err = c.in.bytes(store.MaxValueBytes)
+	if key, err = c.in.key(mostValue); err == nil {
+		value, err = c.in.bytes(store.MaxValueBytes, 0)
 	}
 	return key, value, err
 }
@@ -278,15 +287,15 @@ func (c *session) set() error {
 // compareSet serves compare_set. In this protocol an empty value is the same as no value. If the key has no
 // value and the expected value is not empty, the answer is the expected value.
 func (c *session) compareSet() error {
-	key, err := c.in.key()
+	key, err := c.in.key(2 * mostValue)
 	if err != nil {
 		return err
 	}
-	expected, err := c.in.value()
+	expected, err := c.in.value(mostValue)
 	if err != nil {
 		return err
 	}
-	desired, err := c.in.bytes(store.MaxValueBytes)
+	desired, err := c.in.bytes(store.MaxValueBytes, 0)
 	if err != nil {
 		return err
 	}
@@ -314,7 +323,7 @@ func (c *session) compareSet() error {
 // get serves get. If the key has no value, the answer is an empty value. Clients wait for the key before they
 // send get.
 func (c *session) get() error {
-	key, err := c.in.key()
+	key, err := c.in.key(0)
 	if err != nil {
 		return err
 	}
@@ -343,7 +352,7 @@ func (c *session) writeValue(value []byte) error {
 }
 
 func (c *session) add() error {
-	key, err := c.in.key()
+	key, err := c.in.key(0)
 	if err != nil {
 		return err
 	}
@@ -430,7 +439,7 @@ func (c *session) snapshotKeys() (keys []string, held int64, err error) {
 }
 
 func (c *session) delete() error {
-	key, err := c.in.key()
+	key, err := c.in.key(0)
 	if err != nil {
 		return err
 	}
@@ -462,16 +471,14 @@ func (c *session) multiSet() error {
 	}
 	var keys []string
 	var values [][]byte
-	for range n {
-		k, err := c.in.key()
+	for i := range n {
+		rest := (n - 1 - i) * (mostKey + mostValue)
+		k, err := c.in.key(rest + mostValue)
 		if err != nil {
 			return err
 		}
-		v, err := c.in.value()
+		v, err := c.in.value(rest)
 		if err != nil {
-			return err
-		}
-		if err := c.in.count(2 * elementBytes); err != nil {
 			return err
 		}
 		keys, values = append(keys, k), append(values, v)
@@ -480,7 +487,7 @@ func (c *session) multiSet() error {
 }
 
 func (c *session) queuePop() error {
-	key, err := c.in.key()
+	key, err := c.in.key(0)
 	if err != nil {
 		return err
 	}
@@ -523,8 +530,9 @@ func (c *session) startWait() error {
 	this := c.wait
 	c.waiting = cancel
 	c.mu.Unlock()
-	held := c.held // belongs to the wait from now on
-	c.held = 0
+	// The rest of what hold has taken belongs to the wait from now on.
+	held := min(c.call, c.held)
+	c.held -= held
 	c.waiters.Go(func() {
 		defer c.calls.Release(held)
 		defer cancel()

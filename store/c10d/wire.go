@@ -102,30 +102,10 @@ func is21(number uint8) bool { return number > 8 }
 type reader struct {
 	*bufio.Reader
 	scratch []byte
-	// hold is called with the number of bytes of memory that the next part of a request takes. It returns an
-	// error if the request must not take them. It is nil in a client.
-	hold func(numBytes int) error
-}
-
-// Read implements io.Reader. It counts the bytes that have arrived. If the request must not have them, Read
-// drops them.
-func (r *reader) Read(p []byte) (int, error) {
-	n, err := r.Reader.Read(p)
-	if err == nil {
-		err = r.count(n)
-	}
-	if err != nil {
-		return 0, err
-	}
-	return n, nil
-}
-
-// count calls hold, if there is one.
-func (r *reader) count(numBytes int) error {
-	if r.hold == nil {
-		return nil
-	}
-	return r.hold(numBytes)
+	// hold is called before the next part of a request is read, with the number of bytes of memory that it
+	// takes and the most that the parts after it can take. It returns an error if the request must not take
+	// them. It is nil in a client.
+	hold func(numBytes, rest int) error
 }
 
 func (r *reader) u32() (uint32, error) {
@@ -140,14 +120,20 @@ func (r *reader) u64() (uint64, error) {
 	return binary.LittleEndian.Uint64(b[:]), unexpected(err)
 }
 
-// bytes reads a value. The result is valid until the next read.
-func (r *reader) bytes(most int) ([]byte, error) {
+// bytes reads a value. The result is valid until the next read. The parts of the request after this one take
+// at most rest bytes.
+func (r *reader) bytes(most, rest int) ([]byte, error) {
 	n, err := r.u64()
 	if err != nil {
 		return nil, err
 	}
 	if n > uint64(most) {
 		return nil, fmt.Errorf("got %d bytes, want at most %d", n, most)
+	}
+	if r.hold != nil {
+		if err := r.hold(elementBytes+int(n), rest); err != nil {
+			return nil, err
+		}
 	}
 	b, err := dial.ReadBytes(r, r.scratch, int(n))
 	if err == nil && cap(b) <= keptBytes {
@@ -161,16 +147,18 @@ const (
 	keptBytes = 4 << 10
 	// elementBytes is the memory for an element of a list besides its bytes.
 	elementBytes = 48
+	// mostKey and mostValue are the most memory that a key or a value takes.
+	mostKey, mostValue = elementBytes + store.MaxKeyBytes, elementBytes + store.MaxValueBytes
 )
 
 // value reads a value. The caller may keep the result.
-func (r *reader) value() ([]byte, error) {
-	b, err := r.bytes(store.MaxValueBytes)
+func (r *reader) value(rest int) ([]byte, error) {
+	b, err := r.bytes(store.MaxValueBytes, rest)
 	return append([]byte{}, b...), err
 }
 
-func (r *reader) key() (string, error) {
-	b, err := r.bytes(store.MaxKeyBytes)
+func (r *reader) key(rest int) (string, error) {
+	b, err := r.bytes(store.MaxKeyBytes, rest)
 	return string(b), err
 }
 
@@ -185,14 +173,12 @@ func (r *reader) length() (int, error) {
 
 func (r *reader) keys() (keys []string, err error) {
 	n, err := r.length()
-	for range n {
+	for i := range n {
 		if err != nil {
 			return nil, err
 		}
 		var k string
-		if k, err = r.key(); err == nil {
-			err = r.count(elementBytes)
-		}
+		k, err = r.key((n - 1 - i) * mostKey)
 		keys = append(keys, k)
 	}
 	return keys, err
