@@ -8,16 +8,16 @@
 //  2. gohvd-UID in os.TempDir().
 //
 // A folder can be used if it belongs to this user and has the mode 0700. Folders finds the folders of other
-// processes of this user. In a folder such as /tmp any user
-// can take the name of the second one. If neither can be used, New makes a folder with a random name in
-// os.TempDir(). Other processes cannot compute its path. A process that tells them the path must do so over
-// an authenticated connection, or they must check that the files in the folder are what they look for.
+// processes of this user. In a folder such as /tmp any user can take the name of the second one. If neither
+// can be used, New makes a folder with a random name in os.TempDir(). Other processes cannot compute its
+// path. A process that tells them the path must do so over an authenticated connection, or they must check
+// that the files in the folder are what they look for.
 //
 // Invariants of a Dir:
 //
 //  1. A process holds a lock on its folder, which the kernel releases when the process ends. So a folder in
 //     the runtime folder that nobody has locked has been abandoned, and the next call of New on this host
-//     removes it.
+//     removes it. It also removes folders of earlier boots, if no other host can use the file system.
 //  2. No other process removes a folder that is locked.
 package rundir
 
@@ -33,16 +33,20 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
 const (
 	permDir = 0o700
-	// maxSwept is the maximum number of names that New checks in the runtime folder.
-	maxSwept = 1000
+	// sweptAtOnce is the number of names in the runtime folder that sweep checks at once. New checks only as
+	// many.
+	sweptAtOnce = 1000
 	// maxTries is how often New makes a folder again because another process took the last one for abandoned.
 	maxTries = 1000
+	// randomBytes is the number of random bytes in the name of a folder.
+	randomBytes = 8
 )
 
 // Dir is a folder of one process. Its methods are safe for concurrent use.
@@ -99,7 +103,7 @@ func Folders(xdg string) (folders []string, err error) {
 		if private(path) != nil {
 			continue // other users can create files there
 		}
-		locked, err := sweep(path, prefix)
+		locked, err := sweep(path, prefix, true)
 		if err != nil {
 			return nil, err
 		}
@@ -169,7 +173,7 @@ func New(xdg string) (*Dir, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := sweep(shared, prefix); err != nil {
+	if _, err := sweep(shared, prefix, false); err != nil {
 		return nil, err
 	}
 	for range maxTries {
@@ -184,7 +188,7 @@ func New(xdg string) (*Dir, error) {
 // create makes a folder with the prefix and a random name in the folder shared, and locks it. If another
 // process has taken the folder for abandoned before it was locked, create returns nil.
 func create(shared, prefix string) (*Dir, error) {
-	var random [8]byte
+	var random [randomBytes]byte
 	if _, err := rand.Read(random[:]); err != nil {
 		return nil, err
 	}
@@ -209,22 +213,41 @@ func create(shared, prefix string) (*Dir, error) {
 	return &Dir{path: path, fd: fd}, nil
 }
 
-// sweep removes the folders with the prefix whose processes have ended from the folder shared, and returns
-// those that it cannot lock, because their processes have not. It checks only the first thousand names there.
-// A folder that cannot be removed stays, because it does not disturb this process.
-func sweep(shared, prefix string) (locked []string, err error) {
+// sweep removes the folders with the prefix whose processes have ended from the folder shared, and those of
+// earlier boots. It returns the folders with the prefix that it cannot lock, because their processes have not
+// ended. It checks the first sweptAtOnce names there, or all of them. A folder that cannot be removed stays,
+// because it does not disturb this process.
+func sweep(shared, prefix string, all bool) (locked []string, err error) {
 	d, err := os.Open(shared)
 	if err != nil {
 		return nil, err
 	}
 	defer d.Close()
-	entries, err := d.ReadDir(maxSwept)
-	if err != nil && !errors.Is(err, io.EOF) {
-		return nil, err
+	booted := bootTime(d)
+	for {
+		entries, err := d.ReadDir(sweptAtOnce)
+		if err != nil && !errors.Is(err, io.EOF) {
+			return nil, err
+		}
+		locked = append(locked, sweepEntries(shared, prefix, booted, entries)...)
+		if err != nil || !all {
+			return locked, nil
+		}
 	}
+}
+
+// sweepEntries does the work of sweep for some of the names. booted is the result of bootTime.
+func sweepEntries(shared, prefix string, booted time.Time, entries []fs.DirEntry) (locked []string) {
 	for _, entry := range entries {
 		path := filepath.Join(shared, entry.Name())
-		if !entry.IsDir() || !strings.HasPrefix(entry.Name(), prefix) {
+		if !entry.IsDir() {
+			continue
+		}
+		if !strings.HasPrefix(entry.Name(), prefix) {
+			info, err := entry.Info()
+			if err == nil && isOfBoot(entry.Name()) && info.ModTime().Before(booted) {
+				_ = os.RemoveAll(path)
+			}
 			continue
 		}
 		fd, err := open(path)
@@ -238,7 +261,32 @@ func sweep(shared, prefix string) (locked []string, err error) {
 		}
 		_ = unix.Close(fd) // the error is ignored, because nothing was written
 	}
-	return locked, nil
+	return locked
+}
+
+// isOfBoot reports whether name is one that create makes, in any boot.
+func isOfBoot(name string) bool {
+	const digits = "0123456789abcdef"
+	boot, random, ok := strings.Cut(name, "-")
+	return ok && len(boot) == 1+8 && boot[0] == 'p' && len(random) == 2*randomBytes &&
+		strings.Trim(boot[1:]+random, digits) == ""
+}
+
+// bootTime returns when this host was booted if other hosts cannot use the file system of the folder d, or
+// the zero Time if they can. A container may use it too, and have another boot id, but what it makes is
+// newer.
+func bootTime(d *os.File) time.Time {
+	var f unix.Statfs_t
+	var up unix.Sysinfo_t
+	if unix.Fstatfs(int(d.Fd()), &f) != nil || unix.Sysinfo(&up) != nil {
+		return time.Time{}
+	}
+	switch uint32(f.Type) {
+	case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC, unix.F2FS_SUPER_MAGIC,
+		unix.TMPFS_MAGIC, unix.OVERLAYFS_SUPER_MAGIC:
+		return time.Now().Add(-time.Duration(up.Uptime) * time.Second)
+	}
+	return time.Time{}
 }
 
 func open(path string) (fd int, err error) {

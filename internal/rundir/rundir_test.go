@@ -14,6 +14,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -154,16 +155,24 @@ func TestPlaces(t *testing.T) {
 	}
 }
 
-// TestSweep checks that New removes the folder of a process that was killed, and nothing else, such as the
-// folder of a process on another host.
+// TestSweep checks that New removes the folder of a process that was killed, and that of an earlier boot, and
+// nothing else, such as the folder of a process on another host.
 func TestSweep(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	living, _ := start(t)
 	dead, kill := start(t)
 	shared := filepath.Dir(dead)
 	other, elsewhere := filepath.Join(shared, "other"), filepath.Join(shared, "p00000000-0123456789abcdef")
-	if err := errors.Join(os.Mkdir(other, 0o700), os.Mkdir(elsewhere, 0o700)); err != nil {
-		t.Fatal(err)
+	earlier := filepath.Join(shared, "p00000001-0123456789abcdef")
+	for _, path := range []string{other, elsewhere, earlier} {
+		if err := os.Mkdir(path, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, path := range []string{other, earlier} {
+		if err := os.Chtimes(path, time.Time{}, time.Unix(1, 0)); err != nil {
+			t.Fatal(err)
+		}
 	}
 	newDir(t, "")
 	if _, err := os.Lstat(filepath.Join(dead, "secret")); err != nil {
@@ -171,8 +180,10 @@ func TestSweep(t *testing.T) {
 	}
 	kill()
 	newDir(t, "")
-	if _, err := os.Lstat(dead); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("after the end of the process: got %v, want no folder", err)
+	for _, path := range []string{dead, earlier} {
+		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s after the end of its process: got %v, want no folder", path, err)
+		}
 	}
 	for _, path := range []string{filepath.Join(living, "secret"), other, elsewhere} {
 		if _, err := os.Lstat(path); err != nil {
@@ -215,6 +226,11 @@ func TestFolders(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	xdg := t.TempDir()
 	other, kill := start(t) // it has no XDG_RUNTIME_DIR
+	for i := range 2000 {   // more names than are read at once
+		if err := os.Mkdir(filepath.Join(filepath.Dir(other), strconv.Itoa(i)), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
 	own, err := rundir.New(xdg)
 	if err != nil {
 		t.Fatal(err)
