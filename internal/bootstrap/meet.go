@@ -202,12 +202,14 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 const loopback = "127.0.0.1"
 
 // Rank 0 sends one of these words instead of a secret. The first two are shorter than any secret, so no
-// secret can be equal to one of them. The third is used only if rank 0 never sends the secret itself.
+// secret can be equal to one of them. The others are used only if rank 0 never sends the secret itself.
 const (
 	wordGiven = "given" // the user has given the secret to every rank
 	wordNone  = "none"
 	// wordSocket is followed by the name of a socket (handOver).
 	wordSocket = "socket:"
+	// wordPrint is followed by the fingerprint of the secret that the user has given.
+	wordPrint = "given:"
 )
 
 // errGivenToSome reports that the user has given a secret to this rank, but not to rank 0.

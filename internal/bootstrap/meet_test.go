@@ -560,6 +560,10 @@ func TestTorchrunsStore(t *testing.T) {
 	if _, err := takeOver(t.Context(), name); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("taking over the secret after the meeting: got %v, want %v", err, syscall.ECONNREFUSED)
 	}
+	// The next program may have another secret.
+	next := o
+	next.Secret = parse(t, userSecret+"2")
+	mustMeet(t, true, same(next), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 
 	// A rank must refuse these values of the key, which another program may have written. A file of the user
 	// whose contents everybody knows must not become the secret.
@@ -568,7 +572,7 @@ func TestTorchrunsStore(t *testing.T) {
 		"/proc/self/mountstats":                       "or the name of a socket",
 		wordSocket + "/proc/self/mountstats":          "malformed name",
 		wordSocket + "../../proc/self/mountstats0000": "malformed name",
-		wordGiven: "but this rank was not",
+		wordPrint + "0123456789abcdef":                "but this rank was not",
 	} {
 		if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte(word)); err != nil {
 			t.Fatal(err)
@@ -625,7 +629,7 @@ func TestForgedInTorchrunsStore(t *testing.T) {
 	if got, err := met[1].Store.Get(ctx, "root"); string(got) != "127.0.0.1:1" || err != nil {
 		t.Fatalf("got %q, %v", got, err)
 	}
-	if err := h.Set(ctx, "/gohvd/"+met[0].JobID+"/root", []byte("127.0.0.1:6")); err != nil {
+	if err := h.Set(ctx, "/gohvd/"+met[0].JobID+"/"+fingerprint(o.Secret)+"/root", []byte("127.0.0.1:6")); err != nil {
 		t.Fatal(err)
 	}
 	got, err := met[1].Store.Get(ctx, "root")

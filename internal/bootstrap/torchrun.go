@@ -2,6 +2,7 @@ package bootstrap
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
@@ -44,8 +45,11 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	} else {
 		word, err = e.awaitTorchSecret(ctx, o, m, unsealed)
 	}
-	if name, ok := strings.CutPrefix(word, wordSocket); ok {
-		prefix += "/" + name // the values of other meetings are sealed with other secrets
+	// The values of other meetings are sealed with other secrets.
+	for _, beginning := range []string{wordSocket, wordPrint} {
+		if name, ok := strings.CutPrefix(word, beginning); ok {
+			prefix += "/" + name
+		}
 	}
 	m.Store = store.NewPrefixStore(prefix, sealed(client, m.Secret))
 	return err
@@ -111,24 +115,34 @@ func (e *Env) adoptTorchSecret(ctx context.Context, o MeetOptions, m *Place, wor
 		m.Secret = o.encrypted(m.Secret)
 		return nil
 	}
-	if word != wordGiven && word != wordNone {
-		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given\", \"none\" or the name of a socket", len(word))
+	if print, ok := strings.CutPrefix(word, wordPrint); ok {
+		if m.Secret, err = o.secretFor(wordGiven); err == nil && print != fingerprint(m.Secret) {
+			err = errors.New("rank 0 was given another secret: give all ranks the same file in HVD_SECRET_FILE")
+		}
+		return err
 	}
-	if word == wordNone && !o.Insecure {
+	if word != wordNone {
+		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given:\" and a fingerprint, \"none\" or the name of a socket", len(word))
+	}
+	if !o.Insecure {
 		return ErrNoSecret
 	}
 	m.Secret, err = o.secretFor(word)
 	return err
 }
 
+// fingerprint returns a text that differs between secrets. It does not tell the secret.
+func fingerprint(s secret.Secret) string { return hex.EncodeToString(s.Seal(torchSecretKey, nil)[:8]) }
+
 // torchSecret sets the secret at rank 0. It returns the word that rank 0 must publish and that the other
-// ranks pass to adoptTorchSecret: wordGiven, wordNone, or wordSocket and the name of a socket at which rank 0
-// hands over the secret until all ranks have met.
+// ranks pass to adoptTorchSecret: wordPrint and the fingerprint of the secret that the user has given,
+// wordNone, or wordSocket and the name of a socket at which rank 0 hands over the secret until all ranks have
+// met.
 func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	switch {
 	case !o.Secret.IsZero():
 		m.Secret = o.Secret
-		return wordGiven, nil
+		return wordPrint + fingerprint(m.Secret), nil
 	case !e.OneHost():
 		return wordNone, nil
 	}
