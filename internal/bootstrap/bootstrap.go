@@ -65,6 +65,9 @@ type Place struct {
 	// NoAddr is true if the store has no network address, for example because it is a file.
 	NoAddr bool
 	// Secret is the secret of the job. It is the same at all ranks. If the place provides no secret, it is
+	// Reused is true if rank 0 serves the store, and a later program of the same processes meets in the same
+	// way at a store of its own.
+	Reused bool
 	// zero.
 	Secret secret.Secret
 	// JobID is the name of the job. It is the same at all ranks of a job and differs between jobs. If the

@@ -24,12 +24,9 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	// Jobs that this job spawns use the same directory. So the name of the file contains the name of the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
+	m.Reused = true
 	if e.Rank != 0 {
-		text, err := waitPrivate(ctx, path)
-		if err != nil {
-			return err
-		}
-		return e.dialAnnounced(ctx, o, m, text)
+		return e.dialInFile(ctx, o, m, path)
 	}
 	text, err := e.announce(ctx, o, m)
 	if err != nil {
@@ -42,10 +39,33 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	return nil
 }
 
+// dialInFile connects to the store whose address is in the file. An earlier program that has ended before its
+// ranks met may have left the file. So dialInFile begins again when rank 0 has replaced the file.
+func (e *Env) dialInFile(ctx context.Context, o MeetOptions, m *Place, path string) error {
+	for text := ""; ; {
+		var err error
+		if text, err = waitPrivate(ctx, path, text); err != nil {
+			return err
+		}
+		dialing, stop := context.WithCancel(ctx)
+		replaced := make(chan bool, 1)
+		go func() {
+			_, err := waitPrivate(dialing, path, text)
+			replaced <- err == nil || dialing.Err() == nil
+			stop()
+		}()
+		err = e.dialAnnounced(dialing, o, m, text)
+		stop()
+		if !<-replaced || err == nil {
+			return err
+		}
+	}
+}
+
 const (
 	// maxPrivateBytes is the maximum size of a file that readPrivate reads.
 	maxPrivateBytes = 4 << 10
-	// privatePeriod is the interval at which waitPrivate checks whether the file exists.
+	// privatePeriod is the interval at which waitPrivate reads the file.
 	privatePeriod = 10 * time.Millisecond
 )
 
@@ -98,11 +118,12 @@ func readPrivate(path string) (text string, err error) {
 	return string(b), nil
 }
 
-// waitPrivate waits until the file exists or ctx ends. Then it reads the file as readPrivate does.
-func waitPrivate(ctx context.Context, path string) (text string, err error) {
+// waitPrivate waits until the file exists and does not contain prev, or until ctx ends. It reads the file as
+// readPrivate does.
+func waitPrivate(ctx context.Context, path, prev string) (text string, err error) {
 	for {
 		text, err = readPrivate(path)
-		if !errors.Is(err, fs.ErrNotExist) {
+		if !errors.Is(err, fs.ErrNotExist) && (err != nil || text != prev) {
 			return text, err
 		}
 		if ctx.Err() != nil {

@@ -13,7 +13,7 @@ func (e *Env) meetAtHost(ctx context.Context, o MeetOptions, m *Place, host stri
 	if o.Port == 0 {
 		return fmt.Errorf("the port of rank 0 on %s is unknown: choose one with HVD_RENDEZVOUS_PORT", host)
 	}
-	m.Secret = o.Secret
+	m.Secret, m.Reused = o.Secret, true
 	if e.Rank != 0 {
 		if e.OneHost() {
 			host = loopback

@@ -152,12 +152,21 @@ func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
 
 // dial connects to the store of rank 0 and checks that it belongs to this job.
 func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
-	if err := e.connect(ctx, o, m, host, port); err != nil {
-		return err
-	}
-	got, err := m.Store.Get(ctx, jobKey)
-	if err != nil {
-		return err
+	var got []byte
+	var wait dial.Backoff
+	for {
+		err := e.connect(ctx, o, m, host, port)
+		if err != nil {
+			return err
+		}
+		if got, err = m.Store.Get(ctx, jobKey); err == nil {
+			break
+		}
+		// Every store has the key, so this one has just ended. It may be that of an earlier program.
+		if ctx.Err() != nil || !dial.MayRecover(err) {
+			return err
+		}
+		dial.Pause(ctx, wait.Next(), nil)
 	}
 	if string(got) != e.jobValue(m) {
 		advice := "choose another port with HVD_RENDEZVOUS_PORT"

@@ -380,6 +380,34 @@ func TestTheFileDoesNotCome(t *testing.T) {
 	testnet.WantError(t, err, "no such file")
 }
 
+// An earlier program may have left a file, whose store no longer exists. A rank that has read it must meet a
+// rank 0 that comes later.
+func TestTheFileOfAnEarlierProgram(t *testing.T) {
+	envs, dir := openMPIRanks(t)
+	asked := make(chan struct{}, 100)
+	addr := testnet.FakeServer(t, func(net.Conn) { asked <- struct{}{} })
+	_, word := secret.New()
+	if err := writePrivate(filepath.Join(dir, "gohvd-"+fileName(envs[1].JobID)), addr+","+word); err != nil {
+		t.Fatal(err)
+	}
+	met := make(chan error, 1)
+	go func() {
+		m, err := envs[1].Meet(testnet.Context(t), MeetOptions{})
+		if err == nil {
+			err = m.Close()
+		}
+		met <- err
+	}()
+	<-asked
+	m, err := envs[0].Meet(t.Context(), MeetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(<-met, m.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestGivenToSome gives the secret of the user only to rank 0, or only to the other ranks. The other ranks
 // must get an error that says so.
 func TestGivenToSome(t *testing.T) {
@@ -456,7 +484,7 @@ func TestPrivateFiles(t *testing.T) {
 		"pipe": "want a file",
 		"link": "symbolic links", "long": "more than 4096 bytes",
 	} {
-		_, err := waitPrivate(testnet.Context(t), path(name))
+		_, err := waitPrivate(testnet.Context(t), path(name), "")
 		testnet.WantError(t, err, part, name)
 	}
 	if os.Geteuid() == 0 {
@@ -532,6 +560,10 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one")...)
 	mustMeet(t, true, same(given), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "given")...)
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
+	// The next program may have another secret.
+	next := o
+	next.Secret = parse(t, userSecret+"2")
+	mustMeet(t, true, same(next), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
 		"insecure")...)
 	// After a restart by torchrun, the ranks must be able to meet again in the same store, because each run
@@ -560,10 +592,6 @@ func TestTorchrunsStore(t *testing.T) {
 	if _, err := takeOver(t.Context(), name); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("taking over the secret after the meeting: got %v, want %v", err, syscall.ECONNREFUSED)
 	}
-	// The next program may have another secret.
-	next := o
-	next.Secret = parse(t, userSecret+"2")
-	mustMeet(t, true, same(next), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 
 	// A rank must refuse these values of the key, which another program may have written. A file of the user
 	// whose contents everybody knows must not become the secret.

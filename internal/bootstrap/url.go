@@ -166,17 +166,26 @@ func placeAt(s store.Store, rank, size int, addr string) *Place {
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (p *Place, err error) {
 	makes := o.Secret.IsZero() && !o.Insecure && netif.IsLoopback(addr)
 	if rank > 0 {
-		if makes {
-			o.Secret, err = AskSecret(ctx, addr)
-		}
 		var client *store.Client
-		if err == nil {
-			client, err = store.Dial(ctx, addr, store.Config{Secret: o.Secret})
+		for {
+			asked := o.Secret
+			if makes {
+				o.Secret, err = AskSecret(ctx, addr)
+			}
+			if err == nil {
+				client, err = store.Dial(ctx, addr, store.Config{Secret: o.Secret})
+			}
+			// The store of an earlier program may have ended after it has handed over its secret.
+			if !makes || !errors.Is(err, secret.ErrWrong) ||
+				!asked.IsZero() && fingerprint(asked) == fingerprint(o.Secret) {
+				break
+			}
 		}
 		if err != nil {
 			return nil, fmt.Errorf("connecting to the store of rank 0: %w", err)
 		}
 		p = placeAt(client, rank, size, addr)
+		p.Reused = true
 	} else {
 		p = &Place{Rank: rank, Size: size}
 		if makes {

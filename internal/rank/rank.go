@@ -102,11 +102,38 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 		ctx, cancel = withStartTimeout(ctx, cfg.StartTimeout)
 		defer cancel()
 	}
-	if err := join(ctx, cfg, &o); err != nil {
+	err = join(ctx, cfg, &o)
+	for r.metEarlier(ctx, err, &o) {
+		o.Log.Debug("init: the store was that of an earlier program, meeting again", zap.Error(err))
+		if err := r.forget(&o); err != nil {
+			o.Log.Debug("init: closing what the first attempt has left", zap.Error(err))
+		}
+		err = join(ctx, cfg, &o)
+	}
+	if err != nil {
 		r.mpi.fail(err)
 		return fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), r.release()))
 	}
 	return nil
+}
+
+// metEarlier reports whether err, the error of join, says that r has met the ranks of an earlier program,
+// which has ended meanwhile. This happens if one process after the other runs on each host, as with srun bash
+// -c './train; ./eval', and rank 0 ends its first program later than r.
+func (r *Rank) metEarlier(ctx context.Context, err error, o *Options) bool {
+	return errors.Is(err, rendezvous.ErrStoreEnded) && ctx.Err() == nil && r.meeting.Reused &&
+		(o.LastEpoch == 0 || !r.meeting.Once) // else it is the store of this program
+}
+
+// forget closes what a failed attempt to join has opened, so that the next one meets anew.
+func (r *Rank) forget(o *Options) error {
+	once := r.meeting.Once
+	err := r.reset()
+	if once && o.Kept != nil && *o.Kept != nil {
+		err = errors.Join(err, (*o.Kept).Close())
+		*o.Kept = nil
+	}
+	return err
 }
 
 // levelsAbove is the key of the value of WithLevelsAbove.

@@ -16,6 +16,9 @@ import (
 type client struct {
 	cfg   *JoinConfig
 	nonce []byte
+	// accepted is set if the connection to a root has ended while this rank waited for its answer, so that
+	// the process of that root has ended while its epoch was forming.
+	accepted bool
 }
 
 // tableGrace is how long a rank still waits for the answer of a root after a newer root was published. The
@@ -104,6 +107,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		}
 	}
 	if err != nil {
+		c.accepted = c.accepted || newest.Err() == nil
 		return nil, fmt.Errorf("waiting for the other ranks: %w", orNewest(err))
 	}
 	switch a.GetKind() {
