@@ -489,7 +489,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		if c.node == nil {
 			c.node = newNode(c)
 		}
-		c.node.requests <- q // there is room for as many as may be unanswered
+		c.node.take(q)
 		return nil
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {

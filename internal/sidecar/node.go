@@ -16,16 +16,13 @@ import (
 )
 
 // node is the node of a parameter server that belongs to a connection. Its goroutine handles requests in
-// order. It does not wait for pushes and pulls.
+// order. It does not wait for pushes, pulls, clocks and barriers, nor until the node has left its job.
 type node struct {
 	conn     *conn
 	ctx      context.Context // ends when the connection ends
 	cancel   context.CancelFunc
 	requests chan *sidecarpb.Request
-	active   atomic.Bool // the node is in a job
-
-	// Only the goroutine of the node uses started.
-	started *psnode.Node // nil before Start and after Finalize
+	started  atomic.Pointer[psnode.Node] // nil before Start and after Finalize
 }
 
 // errNoNode is the error of requests to a node that has not started.
@@ -62,9 +59,19 @@ func (n *node) run() {
 		break
 	}
 	<-n.conn.server.ctx.Done()
-	if n.started != nil {
-		n.conn.server.check(n.started.Close())
+	if started := n.started.Load(); started != nil {
+		n.conn.server.check(started.Close())
 	}
+}
+
+// take handles a request, or passes it to the goroutine of n. A failure does not wait for earlier requests,
+// because it also ends a Finalize in progress. The reader calls take.
+func (n *node) take(q *sidecarpb.Request) {
+	if q.GetFinalize().GetFailure() != "" {
+		n.control(q)
+		return
+	}
+	n.requests <- q // there is room for as many as may be unanswered
 }
 
 // handle handles a request and answers it.
@@ -79,61 +86,74 @@ func (n *node) handle(q *sidecarpb.Request) {
 		if err := n.exchange(what.Exchange, done); err != nil {
 			done(err)
 		}
+	case *sidecarpb.Request_Serve:
+		c.answer(q.Id, nil, n.serve(what.Serve))
 	default:
-		c.answer(q.Id, nil, n.control(q))
+		n.control(q)
 	}
 }
 
 // start joins the job.
 func (n *node) start(settings map[string]string) (*sidecarpb.Reply, error) {
-	if n.started != nil {
+	if n.started.Load() != nil {
 		return nil, usage("start", "", errors.New("this client has started a node already"))
 	}
 	started, err := psnode.Join(n.ctx, settings, logs.ToSlog(n.conn.server.log))
 	if err != nil {
 		return nil, err
 	}
-	n.started = started
-	n.active.Store(true)
+	n.started.Store(started)
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Node{Node: &sidecarpb.Node{Role: string(started.Role()),
 		Rank: int32(started.Rank()), NumWorkers: int32(started.NumWorkers()),
 		NumServers: int32(started.NumServers())}}}, nil
 }
 
-// control handles a request that has an empty answer.
-func (n *node) control(q *sidecarpb.Request) error {
-	if n.started == nil {
+// serve makes the server of an app.
+func (n *node) serve(v *sidecarpb.Serve) error {
+	started := n.started.Load()
+	if started == nil {
 		return usage("node", "", errNoNode)
 	}
+	dt := tensor.DType(min(v.GetDtype(), math.MaxUint8))
+	return started.Serve(int(v.GetApp()), dt, v.GetHandler(), v.GetParameters())
+}
+
+// control begins a request that may wait for other nodes and has an empty answer.
+func (n *node) control(q *sidecarpb.Request) {
+	c := n.conn
+	started := n.started.Load()
+	if started == nil {
+		c.answer(q.Id, nil, usage("node", "", errNoNode))
+		return
+	}
+	c.server.wg.Go(func() { c.answer(q.Id, nil, n.wait(started, q)) })
+}
+
+// wait executes a request that may wait for other nodes.
+func (n *node) wait(started *psnode.Node, q *sidecarpb.Request) (err error) {
 	switch what := q.What.(type) {
-	case *sidecarpb.Request_Serve:
-		v := what.Serve
-		dt := tensor.DType(min(v.GetDtype(), math.MaxUint8))
-		return n.started.Serve(int(v.GetApp()), dt, v.GetHandler(), v.GetParameters())
 	case *sidecarpb.Request_Clock:
-		return n.started.Clock(n.ctx)
+		return started.Clock(n.ctx)
 	case *sidecarpb.Request_NodeBarrier:
-		return n.started.Barrier(n.ctx, ps.NodeID(what.NodeBarrier.GetGroup()))
+		return started.Barrier(n.ctx, ps.NodeID(what.NodeBarrier.GetGroup()))
 	case *sidecarpb.Request_Finalize:
-		var err error
 		switch failure := what.Finalize.GetFailure(); {
 		case failure != "":
-			n.started.Fail(failure)
+			started.Fail(failure)
 		case what.Finalize.GetBarrier():
-			err = n.started.Finalize(n.ctx)
+			err = started.Finalize(n.ctx)
 		default:
-			err = n.started.Close()
+			err = started.Close()
 		}
-		n.active.Store(false)
-		n.started = nil
-		return err
+		n.started.CompareAndSwap(started, nil)
 	}
-	return nil
+	return err
 }
 
 // exchange begins a push or pull. If it returns nil, it calls done at the end.
 func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
-	if n.started == nil {
+	started := n.started.Load()
+	if started == nil {
 		return usage("exchange", "", errNoNode)
 	}
 	var places []location
@@ -154,7 +174,7 @@ func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
 		n.conn.server.check(memory.unuse(uses))
 		done(err)
 	}
-	r, err := n.started.Begin(n.ctx, &psnode.Exchange{
+	r, err := started.Begin(n.ctx, &psnode.Exchange{
 		App: int(q.GetApp()), DType: tensor.DType(min(q.GetDtype(), math.MaxUint8)), Push: q.GetPush(),
 		Pull: q.GetPull(), Keys: keysOf(places[0].to), Values: places[1].to, Results: places[2].to,
 		Command: q.GetCommand(), Priority: q.GetPriority(),
@@ -175,7 +195,7 @@ func (n *node) end() {
 }
 
 // inJob reports whether the node is in a job.
-func (n *node) inJob() bool { return n != nil && n.active.Load() }
+func (n *node) inJob() bool { return n != nil && n.started.Load() != nil }
 
 // keysOf returns memory of a client as keys.
 func keysOf(b []byte) []uint64 {

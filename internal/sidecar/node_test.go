@@ -100,6 +100,33 @@ func TestNode(t *testing.T) {
 	})
 }
 
+// TestNodeFails checks that a failure ends a Finalize that waits for the other nodes.
+func TestNodeFails(t *testing.T) {
+	port, failed := strconv.Itoa(testnet.FreePort(t)), make(chan struct{})
+	roles := []string{"scheduler", "worker"}
+	clients := make([]*client, len(roles))
+	for i := range clients {
+		clients[i] = connect(t, server(t, Config{}))
+	}
+	all(clients, func(i int, c *client) {
+		c.Must(startNode(map[string]string{"DMLC_ROLE": roles[i], "DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "1",
+			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port}))
+		finalize := func() uint64 {
+			if roles[i] != "worker" {
+				<-failed
+			}
+			return c.Send(finalizeNode())
+		}()
+		if roles[i] == "worker" {
+			c.Must(&sidecarpb.Request{What: &sidecarpb.Request_Finalize{
+				Finalize: &sidecarpb.Finalize{Failure: "its file is damaged"}}})
+			close(failed)
+		}
+		c.Reply(finalize)
+		c.bye()
+	})
+}
+
 // TestNodeOfADeadClient checks that the sidecar fails if a client ends whose node is in a job.
 func TestNodeOfADeadClient(t *testing.T) {
 	s := server(t, Config{})

@@ -4,15 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
-
-// failTime is how long FailNode waits for the answer of the sidecar.
-const failTime = 5 * time.Second
 
 // Node is the place of a node of a parameter server.
 type Node struct {
@@ -58,11 +54,9 @@ func (c *Client) Finalize(ctx context.Context, barrier bool) error {
 	return err
 }
 
-// FailNode leaves the job of the parameter server because the program has failed. The sidecar handles the
-// requests of a node one after the other, so FailNode waits only for a limited time.
+// FailNode leaves the job of the parameter server because the program has failed. It also ends a Finalize in
+// progress.
 func (c *Client) FailNode(ctx context.Context, reason string) error {
-	ctx, cancel := context.WithTimeout(ctx, failTime)
-	defer cancel()
 	_, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Finalize{
 		Finalize: &sidecarpb.Finalize{Failure: reason}}}, -1)
 	return err
