@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
@@ -21,6 +22,7 @@ type Engine struct {
 	sets      sync.Map // maps each *rank.Set that the program has seen to its *ProcessSet
 	slots     slots
 	abandoned abandonedWaits
+	left      atomic.Bool // Shutdown has returned
 }
 
 // An InitOption configures the engine that Init or New starts. Options override environment variables. See
@@ -158,8 +160,12 @@ func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 	if why.Reason == "" {
 		why.Reason = e.abandoned.describe()
 	}
+	defer e.left.Store(true)
 	return e.abandoned.explain(e.rank.Shutdown(ctx, why))
 }
+
+// former reports whether the job of e has failed and Shutdown has returned.
+func (e *Engine) former() bool { return e.left.Load() && e.Err() != nil }
 
 // Done returns a channel that is closed when the job is over for this rank, because the rank has shut down or
 // the job has failed.

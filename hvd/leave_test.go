@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -83,6 +84,14 @@ func TestRankZeroDoesNotWait(t *testing.T) {
 		}
 		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
 			t.Errorf("rank %d: shutdown: %v", e.Rank(), err)
+		}
+		// The failure is not that of a later engine, for which the program may take the error of a call.
+		set := e.ProcessSets()[0]
+		for _, err := range []error{hvd.Barrier(ctx, hvd.Over(set)), hvd.RemoveProcessSet(ctx, set)} {
+			var misuse *hvd.UsageError
+			if errors.As(err, &peer) || !errors.As(err, &misuse) || !strings.Contains(err.Error(), "has left") {
+				t.Errorf("rank %d: a call with a process set of the failed job: %v", e.Rank(), err)
+			}
 		}
 	}, nil)
 }

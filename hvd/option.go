@@ -417,12 +417,19 @@ func (c *call) takeAny(o *AnyOption) error {
 // errNoSet is the cause of the error of a call with a process set that belongs to no engine.
 var errNoSet = errors.New("process set is nil or a zero ProcessSet, want one from AddProcessSet or ProcessSets")
 
+// ofFormerEngine is the format of the error of a call whose process set is of an engine that has failed and
+// was shut down. The error is not the reason of that failure, because a program would believe that the engine
+// of the next Init has failed.
+const ofFormerEngine = "%v is of a job that has failed and that this rank has left: add it again after the next Init"
+
 // ofAnotherEngine is the format of the error of a call whose process set is not of the engine of option On.
 const ofAnotherEngine = "%v belongs to another engine"
 
 // locate sets the engine and the process set of the call.
 func (c *call) locate() error {
 	switch {
+	case c.over != nil && c.over.engine.former():
+		return c.Misuse(ofFormerEngine, c.over)
 	case c.over != nil && c.engine == nil:
 		c.engine = c.over.engine
 	case c.over != nil && c.engine != c.over.engine:

@@ -114,8 +114,11 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...RemoveProces
 	}
 	c, err := prepare(message.RemoveProcessSet, tensor.Invalid,
 		append([]RemoveProcessSetOption{On(set.engine)}, opts...))
-	if err == nil && c.engine != set.engine {
+	switch {
+	case err == nil && c.engine != set.engine:
 		err = c.Misuse(ofAnotherEngine, set)
+	case err == nil && set.engine.former():
+		err = c.Misuse(ofFormerEngine, set)
 	}
 	if err != nil {
 		return public(err)
