@@ -6,10 +6,10 @@
 //
 // [Detect] looks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
 // programs that set Horovod's variables, HVD_SIZE=1, torchrun, Open MPI, MVAPICH, LSF jsrun, MPICH and others
-// that speak PMI, Flux, Slurm, Kubernetes, the plain variables of PyTorch, and last the launchers that tell a
-// process only its rank: Cray PALS, Cray ALPS, PMIx, and PMI over a port. So if mpirun runs inside a job of
-// Slurm or Kubernetes, mpirun wins. If it has started a job of one rank, but Slurm has started this process
-// as one of several, Detect returns an error.
+// that speak PMI, Flux, Slurm, Kubernetes, AWS Batch, the plain variables of PyTorch, and last the launchers
+// that tell a process only its rank: Cray PALS, Cray ALPS, PMIx, PMI over a port, and pbsdsh. So if mpirun
+// runs inside a job of Slurm or Kubernetes, mpirun wins. If it has started a job of one rank, but Slurm has
+// started this process as one of several, Detect returns an error.
 //
 //	kind        ranks meet at                                       secret
 //	hvdrun      the store of hvdrun                                 given by hvdrun
@@ -20,6 +20,7 @@
 //	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, handed over a socket
 //	Slurm       a store of rank 0, on the first host of the step    given by the user
 //	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
+//	AWS Batch   a store of rank 0, on the main node                 given by the user
 //	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, handed over a socket
 //	            MASTER_ADDR:MASTER_PORT
 //	others      where the user says: as plain, or at                as plain, or given by the user
@@ -64,10 +65,10 @@ type Place struct {
 	Served netip.Addr
 	// NoAddr is true if the store has no network address, for example because it is a file.
 	NoAddr bool
-	// Secret is the secret of the job. It is the same at all ranks. If the place provides no secret, it is
 	// Reused is true if rank 0 serves the store, and a later program of the same processes meets in the same
 	// way at a store of its own.
 	Reused bool
+	// Secret is the secret of the job. It is the same at all ranks. If the place provides no secret, it is
 	// zero.
 	Secret secret.Secret
 	// JobID is the name of the job. It is the same at all ranks of a job and differs between jobs. If the

@@ -26,6 +26,7 @@ const (
 	Flux       Kind = "Flux"
 	Slurm      Kind = "Slurm"
 	Kubernetes Kind = "Kubernetes"
+	Batch      Kind = "AWS Batch"
 	// Plain means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and that no variables of a
 	// known launcher are set.
 	Plain Kind = "plain environment"
@@ -35,6 +36,7 @@ const (
 	PMIx Kind = "PMIx"
 	// PMIPort is a launcher that speaks PMI at the address PMI_PORT, instead of on the descriptor PMI_FD.
 	PMIPort Kind = "PMI over a port"
+	PBS     Kind = "PBS pbsdsh"
 )
 
 // way is how the ranks meet.
@@ -117,11 +119,13 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		{Flux, findFlux},
 		{Slurm, findSlurm},
 		{Kubernetes, findKubernetes},
+		{Batch, findBatch},
 		{Plain, findPlain},
 		{PALS, findPALS},
 		{ALPS, findALPS},
 		{PMIx, findPMIx},
 		{PMIPort, findPMIPort},
+		{PBS, findPBS},
 	}
 	var (
 		found    *Env
@@ -499,6 +503,26 @@ func findPMIPort(v *variables) (*Env, string) {
 	return v.rankOnly("PMI_ID", "PMI_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK")
 }
 
+// findPBS finds pbsdsh of PBS and Torque. The script or the interactive shell of a job has the same
+// variables, as task 1 on the first node.
+func findPBS(v *variables) (*Env, string) {
+	if v.getenv("PBS_VNODENUM") == "0" && v.getenv("PBS_TASKNUM") == "1" {
+		return nil, "PBS_VNODENUM is 0 and PBS_TASKNUM is 1: this process is the script or the shell of a job, " +
+			"and no task of pbsdsh"
+	}
+	// The task manager of PBS also starts the daemons of mpirun, whose ranks inherit the variables.
+	for _, size := range []string{"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} {
+		if v.number(size) > 1 {
+			return nil, fmt.Sprintf("%s is %s, so mpirun has started this process", size, quote(v.getenv(size)))
+		}
+	}
+	e, why := v.rankOnly("PBS_VNODENUM")
+	if e != nil {
+		e.JobID = v.getenv("PBS_JOBID")
+	}
+	return e, why
+}
+
 // slurmNamespace begins the PMIx namespace of a step of Slurm.
 const slurmNamespace = "slurm.pmix."
 
@@ -718,7 +742,8 @@ func (v *variables) slurmTasks(hosts, size int) []int {
 	return tasks
 }
 
-// KubernetesPort is the port at which the pods of a job meet if the user does not choose a port.
+// KubernetesPort is the port at which the pods of a job, or the nodes of AWS Batch, meet if the user does not
+// choose a port.
 const KubernetesPort = 29550
 
 func findKubernetes(v *variables) (*Env, string) {
@@ -754,6 +779,28 @@ func findKubernetes(v *variables) (*Env, string) {
 	}
 	e.way, e.host = atHost, job+"-0."+domain
 	return e, "JOB_COMPLETION_INDEX"
+}
+
+// findBatch finds multi-node parallel jobs of AWS Batch, which run one container on each node.
+func findBatch(v *variables) (*Env, string) {
+	const indexName, sizeName, mainName = "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES",
+		"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
+	why, ok := v.firstSet(sizeName, indexName)
+	if !ok {
+		return nil, "neither " + sizeName + " nor " + indexName + " is set"
+	}
+	e := newEnv(v.pair(indexName, sizeName))
+	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
+	if main := v.number("AWS_BATCH_JOB_MAIN_NODE_INDEX"); main > 0 {
+		v.fail("AWS_BATCH_JOB_MAIN_NODE_INDEX is %d, want 0, because rank 0 must be on the main node", main)
+	}
+	// The id of a node's own job is <job>#<index>.
+	e.JobID, _, _ = strings.Cut(v.getenv("AWS_BATCH_JOB_ID"), "#")
+	e.way, e.host, e.port = atHost, v.getenv(mainName), KubernetesPort
+	if _, ok := v.firstSet(mainName, "HVD_RENDEZVOUS_HOST"); !ok && e.Rank > 0 {
+		v.fail("%s is not set, but %s is %d", mainName, indexName, e.Rank)
+	}
+	return e, why
 }
 
 // Where returns a text for users that says where the ranks meet.

@@ -80,6 +80,7 @@ func TestDetect(t *testing.T) {
 			"OMPI_MCA_ess_base_jobid", "77",
 			"OMPI_MCA_orte_jobfam_session_dir", "/tmp/fam"), "Open MPI 2/4 2/4 0/1 77",
 			"published in a file in /tmp/fam"},
+		{"Open MPI, PBS", openMPIEnv.with("PBS_VNODENUM", "16", "PBS_TASKNUM", "2"), "Open MPI 2/4 2/4 0/1 722141185", ""},
 		{"MPICH", pmiEnv, "MPICH (PMI) 3/4 1/2 -1/-1 ", "the key-value space"},
 		{"MPICH, one host", pmiEnv.with("PMI_SIZE", "4", "MPI_LOCALRANKID", "3", "MPI_LOCALNRANKS", "4",
 			"PMI_JOBID", "j"),
@@ -134,6 +135,12 @@ func TestDetect(t *testing.T) {
 			"published at 127.0.0.1:29500"},
 		{"Cray PMI", environment{"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2",
 			"PALS_RANKID": "3"}, "MPICH (PMI) 3/4 1/2 -1/-1 ", "nowhere: PMI_FD is not set"},
+		{"AWS Batch", environment{"AWS_BATCH_JOB_ID": "j#1", "AWS_BATCH_JOB_NODE_INDEX": "1",
+			"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+			"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.1"}, "AWS Batch 1/2 0/1 1/2 j",
+			"at a store of rank 0, 10.0.0.1:29550"},
+		{"AWS Batch, main node", environment{"AWS_BATCH_JOB_ID": "j#0", "AWS_BATCH_JOB_NODE_INDEX": "0",
+			"AWS_BATCH_JOB_NUM_NODES": "2"}, "AWS Batch 0/2 0/1 0/2 j", ""},
 		{"Flux", fluxEnv, "Flux 3/4 3/4 0/1 ƒ7", "published in a file in /tmp/flux/jobtmp"},
 		{"Flux, hosts", fluxEnv.with("FLUX_JOB_NNODES", "2"), "Flux 3/4 -1/-1 -1/-1 ƒ7", "nowhere: Flux does"},
 		{"Flux, PMI", fluxEnv.with("PMI_RANK", "3", "PMI_SIZE", "4", "PMI_FD", "9"),
@@ -312,11 +319,13 @@ func TestNoLauncher(t *testing.T) {
 		"Flux: neither FLUX_TASK_RANK nor FLUX_JOB_SIZE is set",
 		"Slurm: SLURM_STEP_ID is not set: this process runs in an allocation, but is not a task of a step; start it with srun",
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
+		"AWS Batch: neither AWS_BATCH_JOB_NUM_NODES nor AWS_BATCH_JOB_NODE_INDEX is set",
 		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
 		"Cray PALS: PALS_RANKID is not set",
 		"Cray ALPS: ALPS_APP_PE is not set",
 		"PMIx: PMIX_RANK is not set",
 		"PMI over a port: PMI_PORT is not set",
+		"PBS pbsdsh: PBS_VNODENUM is not set",
 	)
 	// These processes run in a Slurm allocation but not in a step. If the allocation is for several tasks,
 	// Suspect must be set, because the user may have forgotten srun.
@@ -486,7 +495,7 @@ func FuzzDetect(f *testing.F) {
 			env[names[i]] = v
 		}
 		e, lines, err := Detect(env.get)
-		if len(lines) != 15 || e != nil && err != nil {
+		if len(lines) != 17 || e != nil && err != nil {
 			t.Fatalf("detected %v, %v; %v", e, err, lines)
 		}
 		if e == nil {

@@ -550,7 +550,7 @@ func TestClock(t *testing.T) {
 func TestLauncher(t *testing.T) {
 	s := soundSystem()
 	kinds := []string{"hvdrun", "HVD_SIZE=1", "torchrun", "Open MPI", "MVAPICH", "LSF jsrun", "MPICH (PMI)", "Flux",
-		"Slurm", "Kubernetes", "plain environment", "Cray PALS", "Cray ALPS", "PMIx", "PMI over a port"}
+		"Slurm", "Kubernetes", "AWS Batch", "plain environment", "Cray PALS", "Cray ALPS", "PMIx", "PMI over a port", "PBS pbsdsh"}
 	for _, test := range []struct {
 		environ []string
 		want    []string // the lines that must not be ok

@@ -190,8 +190,8 @@ func TestABrokenMachine(t *testing.T) {
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
 		"warn agent: broken; only jobs on several hosts", "ok hosts: no hosts were given",
 		"ok hvdrun", "ok HVD_SIZE=1", "ok torchrun", "ok Open MPI", "ok MVAPICH", "ok LSF jsrun",
-		"ok MPICH (PMI)", "ok Flux", "ok Slurm", "ok Kubernetes", "ok plain environment", "ok Cray PALS",
-		"ok Cray ALPS", "ok PMIx", "ok PMI over a port",
+		"ok MPICH (PMI)", "ok Flux", "ok Slurm", "ok Kubernetes", "ok AWS Batch", "ok plain environment", "ok Cray PALS",
+		"ok Cray ALPS", "ok PMIx", "ok PMI over a port", "ok PBS pbsdsh",
 		"ok variables: no setting")
 }
 

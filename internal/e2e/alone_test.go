@@ -75,11 +75,14 @@ func launcherRows(dir string, port, launcherPort int) []launcherRow {
 		{bootstrap.Kubernetes, func(rank, _ int) []string {
 			return []string{fmt.Sprintf("JOB_COMPLETION_INDEX=%d", rank), fmt.Sprintf("HOSTNAME=train-%d", rank)}
 		}, append([]string{"HVD_SIZE=2"}, rendezvous...), "HVD_SIZE"},
+		{bootstrap.Batch, numbered("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES", "", "",
+			"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS=127.0.0.1"), rendezvous[1:], "AWS_BATCH_JOB_NUM_NODES"},
 		{bootstrap.Plain, numbered("RANK", "WORLD_SIZE", "", "", master...), nil, "MASTER_ADDR"},
 		{bootstrap.PALS, numbered("PALS_RANKID", "", "", ""), sized, "HVD_SIZE"},
 		{bootstrap.ALPS, numbered("ALPS_APP_PE", "", "", ""), sized, "HVD_SIZE"},
 		{bootstrap.PMIx, numbered("PMIX_RANK", "", "", "", "PMIX_NAMESPACE=prterun-h-7@1"), sized, "HVD_SIZE"},
 		{bootstrap.PMIPort, numbered("PMI_ID", "", "", "", "PMI_PORT=h:7"), sized, "MASTER_ADDR"},
+		{bootstrap.PBS, numbered("PBS_VNODENUM", "", "", "", "PBS_TASKNUM=2"), sized, "HVD_SIZE"},
 	}
 }
 
@@ -155,6 +158,8 @@ func TestShellsAreAlone(t *testing.T) {
 		"srun --pty, Cray":        append(slices.Clone(step), "PALS_RANKID=0", "PALS_APID=a"),
 		"salloc":                  {"SLURM_JOB_ID=7", "SLURM_NTASKS=1"},
 		"bsub -Is":                {"LSB_JOBID=7", "LSB_HOSTS=h1", "LSB_MCPU_HOSTS=h1 1", "LSB_DJOB_NUMPROC=1"},
+		"qsub -I":                 {"PBS_JOBID=7", "PBS_ENVIRONMENT=PBS_INTERACTIVE", "PBS_VNODENUM=0", "PBS_TASKNUM=1"},
+		"AWS Batch, one node":     {"AWS_BATCH_JOB_ID=7", "AWS_BATCH_JOB_ATTEMPT=1"},
 		"jsrun -n 1":              {"JSM_NAMESPACE_RANK=0", "JSM_NAMESPACE_SIZE=1", "PMIX_RANK=0", "LSB_JOBID=7"},
 		"flux alloc":              {"FLUX_URI=local:///run/flux", "FLUX_ENCLOSING_ID=f7"},
 		"flux run -n 1":           {"FLUX_TASK_RANK=0", "FLUX_JOB_SIZE=1", "FLUX_JOB_NNODES=1", "FLUX_JOB_ID=f7"},
