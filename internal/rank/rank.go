@@ -125,7 +125,7 @@ func (r *Rank) metEarlier(ctx context.Context, err error, o *Options) bool {
 		(o.LastEpoch == 0 || !r.meeting.Once) // else it is the store of this program
 }
 
-// forget closes what a failed attempt to join has opened, so that the next one meets anew.
+// forget closes what a failed attempt to join has opened, so that the next one can meet again.
 func (r *Rank) forget(o *Options) error {
 	once := r.meeting.Once
 	err := r.reset()
