@@ -80,6 +80,9 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
             assert (w.pull(np.array(large, np.uint64), width=5).wait() == 1).all()
             refused(ValueError, "got keys of type float64", w.pull, np.array([1.5]))
             refused(ValueError, "got keys from -1 to 2", w.pull, [-1, 2])
+            for several in np.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3):
+                refused(ValueError, "shape (2, 3)", w.push, several, np.ones(6, np.float32))
+                refused(ValueError, "shape (2, 3)", w.pushpull, several, np.ones(6, np.float32))
             w.push([ps.MAX_KEY], np.ones(5, np.float32)).wait()
             assert w.pull([], 3).wait().size == 0 and w.pushpull([], np.ones(0, np.float32)).wait() is None
             refused(ValueError, "want 0 to %d" % ps.MAX_KEY, w.pull, [ps.MAX_KEY + 1])

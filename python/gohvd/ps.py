@@ -63,13 +63,17 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _keys(keys: Any) -> np.ndarray:
-    """Returns the keys as an array of uint64. Raises an error if they are not integers from 0 to MAX_KEY."""
+    """Returns the keys as an array of uint64. Raises an error if they are not integers from 0 to MAX_KEY, or have more than
+    one dimension.
+    """
     if hasattr(keys, "dtype"):
         array = _array(keys)
         if array.dtype.kind not in "iu":
             raise ValueError(f"got keys of type {array.dtype}, want integers")
     else:
         array = np.array([operator.index(key) for key in keys], dtype=object)
+    if array.ndim != 1:
+        raise ValueError(f"got keys of shape {array.shape}, want one dimension")
     if array.dtype.kind != "u" and array.size and not 0 <= int(array.min()) <= int(array.max()) <= MAX_KEY:
         raise ValueError(f"got keys from {array.min()} to {array.max()}, want 0 to {MAX_KEY}")
     return array.astype(np.uint64, copy=False)
@@ -140,6 +144,7 @@ class Worker:
 
     def pushpull(self, keys: Any, values: Any, out: Any = None, command: int = 0, priority: int = 0) -> Request:
         """Sends values to the servers, and then gets the values of the same keys."""
+        keys = _keys(keys)
         width = _array(values).size // max(len(keys), 1)
         return self._exchange(keys, values, out, width, command, priority)
 
