@@ -7,11 +7,14 @@ import random
 import sys
 import unittest
 import warnings
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
 from ranks import FLOATS, INTS, SHAPES, RanksTest, hvd, sample, samples
+
+from gohvd import _engine
 
 
 class Allreduce(RanksTest):
@@ -76,6 +79,10 @@ class Allreduce(RanksTest):
             pass
         self.assertIs(hvd.synchronize(handle), x)
         self.equal(x, torch.full((3,), float(self.size)))
+        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="interrupted")
+        with mock.patch.object(_engine.Call, "settle", side_effect=TimeoutError), self.assertRaises(TimeoutError):
+            hvd.synchronize(handle)  # as if a signal handler raised it
+        self.equal(hvd.synchronize(handle), torch.full((3,), float(self.size)))
 
     def test_scaling(self) -> None:
         for dtype in FLOATS:

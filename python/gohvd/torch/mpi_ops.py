@@ -241,8 +241,17 @@ class _Handles:
         return call.done()
 
     def take(self, number: int) -> Any:
-        call = self._calls.pop(number, None)
-        return None if call is None else call.wait()
+        call = self._calls.get(number)
+        if call is None:
+            return None
+        try:
+            result = call.wait()
+        except BaseException as e:
+            if e is call.error:
+                self._calls.pop(number, None)
+            raise  # after an exception of a signal handler, the handle can be synchronized again
+        self._calls.pop(number, None)
+        return result
 
     def forget(self, number: int) -> None:
         """Discards a handle. Its name becomes free when its operation is done."""
@@ -267,7 +276,7 @@ def synchronize(handle: int) -> Any:
 
     The result is a tensor. For a group it is a list of tensors, for an alltoall a tensor and the received splits. If
     the handle is unknown or was synchronized before, the result is None. Raises HorovodInternalError if the operation
-    has failed.
+    has failed. If a signal handler ends the wait with an exception, the handle can be synchronized again.
     """
     return _handles.take(handle)
 
