@@ -987,6 +987,42 @@ class TheOptimizerItself(OptimizerTest):
                 optimizer.step()
         self.same_weights(model, self.reference(sgd, 2))
 
+    def test_loading_while_other_ranks_are_late(self) -> None:
+        """Operations that load_state_dict discards are still in flight. They send the gradients of that step, and their
+        results do not get into the gradients of the next one.
+        """
+        if self.size == 1:
+            self.skipTest("needs another rank")
+        want = network()
+        loss_of(want, self.whole(0)).backward()
+        for options in (
+            {}, {"groups": 1}, {"gradient_as_arena_view": False}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum},
+        ):  # fmt: skip
+            model = network()
+            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+            if self.rank > 0:
+                hvd.recv(torch.zeros(1), 0)
+            loss_of(model, batch(0, self.rank)).backward()
+            if self.rank == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.zero_grad(set_to_none=False)
+                for r in range(1, self.size):
+                    hvd.send(torch.zeros(1), r)
+                hvd.barrier()  # after it, the operations are done
+                for p in model.parameters():
+                    self.equal(p.grad, torch.zeros_like(p))
+            else:
+                optimizer.synchronize()
+                for p, w in zip(model.parameters(), want.parameters()):
+                    if "op" not in options:  # otherwise the ranks send steps
+                        self.close(p.grad, w.grad, 1e-2 if "compression" in options else 1e-10)
+                hvd.barrier()
+                optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+            loss_of(model, batch(1, self.rank)).backward()
+            optimizer.step()
+            self.same_at_all_ranks(model)
+
     def test_arguments_of_its_class(self) -> None:
         class Own(torch.optim.SGD):
             def __init__(self, params, must_be_given, lr):

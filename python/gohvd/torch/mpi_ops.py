@@ -240,6 +240,10 @@ class _Handles:
             raise ValueError(f"handle {number} does not exist, or was already synchronized")
         return call.done()
 
+    def in_flight(self, number: int) -> bool:
+        call = self._calls.get(number)
+        return call is not None and not call.poll()
+
     def take(self, number: int) -> Any:
         call = self._calls.get(number)
         if call is None:
@@ -283,8 +287,17 @@ def synchronize(handle: int) -> Any:
 
 def forget(handle: int | SparseSum) -> None:
     """Discards a handle that will not be synchronized. Its names become free when its operations are done."""
-    for number in (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,):
+    for number in _numbers_of(handle):
         _handles.forget(number)
+
+
+def in_flight(handle: int | SparseSum) -> bool:
+    """Returns whether a handle has operations that are not done."""
+    return any([_handles.in_flight(number) for number in _numbers_of(handle)])
+
+
+def _numbers_of(handle: int | SparseSum) -> tuple[int, ...]:
+    return (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,)
 
 
 def _none(call: Call[Tensor]) -> None:

@@ -29,6 +29,7 @@ from gohvd.torch.mpi_ops import (
     allreduce_async_,
     forget,
     grouped_allreduce_async_,
+    in_flight,
     rocm_built,
     size,
     synchronize,
@@ -222,8 +223,13 @@ class _Distributed(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Discards the state of the current step. Operations in flight go on, but their results are not used."""
-        _forget(self._handles)
+        for p in _forget(self._handles):
+            self._abandon(p)
         self._reset_delays()
+
+    def _abandon(self, p: torch.Tensor) -> None:
+        """Drops the memory that an operation in flight on parameter p may use. The next one uses other memory."""
+        self._wires.pop(p, None)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._handles:
@@ -298,11 +304,20 @@ class _Distributed(torch.optim.Optimizer):
         return []
 
 
-def _forget(handles: dict[Any, tuple[Any, Any]]) -> None:
-    """Discards the handles of an optimizer, so that other operations can use their names."""
-    for handle, _ in handles.values():
+def _forget(handles: dict[Any, tuple[Any, Any]]) -> list[torch.Tensor]:
+    """Discards the handles of an optimizer, so that other operations can use their names. Returns the parameters whose
+    operation is still in flight. It works on the old p.grad, in place of which they get a copy.
+    """
+    abandoned: list[torch.Tensor] = []
+    for key, (handle, _) in handles.items():
+        if in_flight(handle):
+            abandoned += key if isinstance(key, tuple) else (key,)
         forget(handle)
     handles.clear()
+    for p in abandoned:
+        if p.grad is not None:
+            p.grad = p.grad.clone()
+    return abandoned
 
 
 class _Memory:
@@ -652,6 +667,10 @@ class _DistributedAdasumOptimizer(_Distributed):
         wire, ctx = self._compress(p, delta)
         handle = allreduce_async_(wire, name=self._parameter_names[p], op=Adasum, process_set=self.process_set)
         self._handles[p] = (handle, ctx)
+
+    def _abandon(self, p: torch.Tensor) -> None:
+        super()._abandon(p)
+        self._deltas.pop(p, None)
 
     def _step_on(self, p: torch.Tensor) -> None:
         """Makes the replaced optimizer's step, for parameter p only."""
