@@ -42,6 +42,9 @@ Code = tuple[int, int]
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _IN_LIBRARY = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
+# What the method device of a Framework returns if an array is not on a CUDA device.
+IN_MEMORY, ELSEWHERE = -1, -2
+
 # The most kinds of operations for which slots are kept.
 _MAX_SLOTS = 32768
 
@@ -116,7 +119,7 @@ class Framework(Generic[A]):
         raise NotImplementedError
 
     def device(self, x: A) -> int:
-        """Returns the number of the CUDA device that has x, or -1 if x is elsewhere."""
+        """Returns the number of the CUDA device that has x, IN_MEMORY, or ELSEWHERE if operations cannot use x's address."""
         raise NotImplementedError
 
     def stream(self, device: int) -> Any:
@@ -966,14 +969,16 @@ class Engine:
             raise NotInitializedError()
         set_id = self.set_id(process_set, KIND_NAMES[op.kind])
         shapes = tuple([fw.shape(x) for x in arrays])
-        device, stream, in_memory = -1, None, False
+        device, stream, in_memory = IN_MEMORY, None, False
         if fw.has_devices and arrays:
             device = fw.device(arrays[0])
-            if device >= 0:
+            if device == ELSEWHERE:
+                device, in_memory = IN_MEMORY, True
+            elif device >= 0:
                 why = self._not_on_device(op)
                 if why:
                     self._warn(why)
-                    device, in_memory = -1, True
+                    device, in_memory = IN_MEMORY, True
                 else:
                     stream = fw.stream(device)
         if op.overwrites and outputs is None and device < 0:

@@ -218,6 +218,23 @@ class Allreduce(RanksTest):
             self.assertIs(hvd.allreduce_(x, op=hvd.Max), x)
             self.equal(x, torch.full((3,), float(self.size)))
 
+    def test_memory_of_other_devices(self) -> None:
+        """The elements of a tensor that is neither on the CPU nor on a CUDA device, as on xpu or hpu, are copied to memory."""
+
+        class Elsewhere(torch.Tensor):
+            is_cpu = False
+            __torch_function__ = torch._C._disabled_torch_function_impl
+
+            def data_ptr(self) -> int:
+                raise AssertionError("the address means nothing in this process")
+
+        x = torch.full((3,), self.rank + 1.0)
+        elsewhere = x.as_subclass(Elsewhere)
+        for got in (hvd.allreduce(elsewhere, op=hvd.Max), hvd.allgather(elsewhere[:1])[-1] * torch.ones(3)):
+            self.equal(got, torch.full((3,), float(self.size)))
+        self.assertIs(hvd.allreduce_(elsewhere, op=hvd.Max), elsewhere)
+        self.equal(x, torch.full((3,), float(self.size)))
+
     def test_sparse(self) -> None:
         rows = torch.tensor([[self.rank, 4]])
         values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -151,7 +151,7 @@ class _Torch(_engine.Framework[Tensor]):
         return x.resize_(shape)
 
     def device(self, x: Tensor) -> int:
-        return x.get_device() if x.is_cuda else -1
+        return x.get_device() if x.is_cuda else _engine.IN_MEMORY if x.is_cpu else _engine.ELSEWHERE
 
     def stream(self, device: int) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
