@@ -29,8 +29,9 @@ func nodes(t testing.TB, args ...string) *exec.Cmd {
 // pythonNodes is a program that pushes and pulls numpy arrays and torch tensors, and checks errors.
 const pythonNodes = `
 import os, threading
+from unittest import mock
 import numpy as np
-from gohvd import ps
+from gohvd import _library, ps
 from gohvd.exceptions import HorovodInternalError
 
 def refused(error, text, f, *args, **kw):
@@ -95,6 +96,15 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
             n.push([7], np.array([-5])).wait()
             assert n.pull([7]).wait().tolist() == [-5]
             refused(HorovodInternalError, "there is no key 8", n.pull, [8])
+            request, finish, ended = n.pull([7]), _library.waiting.hvd_finish, []
+            def interrupted(*args):
+                ended.append(finish(*args))
+                if ended[-1] == _library.SUCCESS:
+                    raise KeyError("as if a signal handler raised it")
+                return ended[-1]
+            with mock.patch.object(_library.waiting, "hvd_finish", interrupted):
+                refused(KeyError, "signal handler", lambda: request)
+            assert request.done() and request.wait().tolist() == [-5]
             refused(ValueError, "sorted and unique", w.push, [2, 1], np.ones(2, np.float32))
             refused(ValueError, "sorted and unique", w.pull, [2, 2])
             refused(ValueError, "4 values do not fit 3 keys", w.push, keys, np.ones(4, np.float32))

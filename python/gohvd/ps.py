@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from . import _exit, _library
-from ._library import check, quick, waiting
+from ._library import NO_HANDLE, PENDING, SLICE, SUCCESS, check, quick, waiting
 from .exceptions import HorovodInternalError
 
 SCHEDULER, SERVERS, WORKERS, ALL = 1, 2, 4, 7
@@ -92,21 +92,24 @@ class Request:
 
     def done(self) -> bool:
         """Returns whether the request has completed or failed. It does not block."""
-        done = ctypes.c_int32(1)
-        if self._handle:
-            check(quick.hvd_poll(self._handle.value, ctypes.byref(done)))
-        return done.value != 0
+        done = ctypes.c_int32()
+        return not self._handle or quick.hvd_poll(self._handle.value, ctypes.byref(done)) != SUCCESS or done.value != 0
 
     def wait(self) -> Any:
         """Waits until the request has completed. Returns the pulled values: ``out``, or a new numpy array. A push
-        returns None. Raises the error of the request.
+        returns None. Raises the error of the request. If a signal handler ends the wait with an exception, it can be called
+        again.
         """
         with self._lock:
-            if self._handle:
-                try:
-                    _library.wait(self._handle)
-                except (HorovodInternalError, ValueError) as e:
-                    self._error = e
+            while self._handle:
+                status = waiting.hvd_finish(self._handle.value, SLICE, None)
+                if status == PENDING:
+                    continue
+                # With NO_HANDLE, the exception of a signal handler has followed an earlier hvd_finish that succeeded, or
+                # the release.
+                if status not in (SUCCESS, NO_HANDLE):
+                    self._error = _library.error(status)
+                    quick.hvd_release(self._handle.value)
                 self._handle, self._arrays = _library.Handle(), None
         if self._error is not None:
             raise self._error
