@@ -79,6 +79,13 @@ def _keys(keys: Any) -> np.ndarray:
     return array.astype(np.uint64, copy=False)
 
 
+def _number(dtype: str) -> int:
+    """Returns the number of an element type. Raises ValueError if there is no such type."""
+    if dtype not in _library.DTYPES:
+        raise ValueError(f"got the element type {dtype!r}, want one of {', '.join(_library.DTYPES)}")
+    return _library.DTYPES[dtype][0]
+
+
 class Request:
     """A push or pull in flight."""
 
@@ -130,7 +137,7 @@ class Worker:
 
     def __init__(self, app: int, dtype: str) -> None:
         self._app = app
-        self._number = _library.DTYPES[dtype][0]
+        self._number = _number(dtype)
         self._dtype = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
 
     def push(self, keys: Any, values: Any, command: int = 0, priority: int = 0) -> Request:
@@ -207,7 +214,7 @@ class Node:
         momentum(rate, momentum), adagrad(rate, epsilon) or adam(rate, beta1, beta2, epsilon).
         """
         numbers = (ctypes.c_double * len(parameters))(*parameters)
-        check(waiting.hvd_ps_serve(app, _library.DTYPES[dtype][0], handler.encode(), numbers, len(parameters)))
+        check(waiting.hvd_ps_serve(app, _number(dtype), handler.encode(), numbers, len(parameters)))
 
     def worker(self, app: int, dtype: str) -> Worker:
         """Returns the worker of an app. The element type must be that of the servers."""
