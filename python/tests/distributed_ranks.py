@@ -750,6 +750,15 @@ class Works(Ranks):
         dist.send(self.ours(1), after, tag=1)
         self.equal(last.wait(), before + 1 + 3 * sum(r + 1.0 for r in self.all))
 
+    def test_settled_by_another_thread(self) -> None:
+        """A future completes although another thread settles the call just after the finisher has seen it in flight."""
+        call, looks, completed = mock.Mock(spec=_engine.Call, stream=None), [], threading.Event()
+        call.poll.side_effect = lambda: looks.append(1) or len(looks) > 1
+        call.handle.side_effect = lambda: 0 if looks else 1 << 40  # this handle does not exist
+        future = _work.Operation("all_reduce", [call], []).future([])
+        future.add_done_callback(lambda _: completed.set())
+        self.assertTrue(completed.wait(60))
+
     def test_tensors_are_freed(self) -> None:
         """A group keeps no tensor of a call that is done, with and without a wait."""
         for wait in (True, False):

@@ -226,10 +226,11 @@ class _Finisher:
                 self._finishing = None
                 while not self._operations:
                     self._cond.wait()
+                # An operation whose handles are missing, because another thread has settled its calls, has ended.
+                handles = [h for operation in self._operations for h in operation.handles()]
                 at = next((i for i, operation in enumerate(self._operations) if operation.ended()), -1)
                 if at < 0:
                     gate = self._gate = _library.Gate()
-                    handles = [h for operation in self._operations for h in operation.handles()]
                 else:
                     operation = self._finishing = self._operations.pop(at)
             if at >= 0:
