@@ -775,7 +775,7 @@ class Works(Ranks):
                 while not all([work.is_completed() for work in works]):
                     time.sleep(0.001)
             del x, parts, works
-            _work._kept.clear()  # it has the results of the last few works without a wait
+            _work.kept.clear()  # it has the results of the last few works without a wait
             gc.collect()  # of torch's own cycles
             self.assertEqual([t() for t in tensors], [None, None])
 
@@ -861,7 +861,7 @@ class Works(Ranks):
             with mock.patch.object(_work, name, limit):
                 for _ in range(5):
                     dist.all_reduce(self.ours(2), async_op=True)
-                self.assertEqual(len(_work._kept), 3, name)
+                self.assertEqual(len(_work.kept), 3, name)
 
     def test_errors(self) -> None:
         for make in (
@@ -1227,7 +1227,10 @@ class Lives(Ranks):
     def test_again(self) -> None:
         for k in range(2):
             old = dist.group.WORLD
+            dist.all_reduce(torch.ones(2), async_op=True)  # the group keeps the result, because nobody waits for it
+            self.assertGreater(len(_work.kept), 0)
             dist.destroy_process_group()
+            self.assertEqual(len(_work.kept), 0)
             begin(k)
             x = torch.ones(2)
             dist.all_reduce(x)

@@ -18,6 +18,7 @@ from ... import _engine
 from ...basics import init
 from ...exceptions import HorovodInternalError
 from ...process_sets import ProcessSet, add_process_set, global_process_set
+from ._work import kept
 
 _engine_ = _engine.engine
 
@@ -175,6 +176,7 @@ def leave_all(limit: float = math.inf) -> None:
     if job is not None:
         for group in list(job.groups):
             group.invalidate()
+        kept.clear()
         if job.ours:
             _engine_.shutdown(limit)
 

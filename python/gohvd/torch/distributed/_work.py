@@ -276,17 +276,18 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 # A work that is in use in C++ must keep its Python object, because otherwise a wait there never returns. But C++ does not
 # keep it if the program passes a work to code in C++, as DistributedDataParallel.join does, or before torch 2.7 if that
-# code itself has called the group. So the last works that were dropped and never waited for are kept here.
+# code itself has called the group. So the last works that were dropped and never waited for are kept here, until the
+# groups are destroyed.
 _MOST_KEPT = 256
 _MOST_KEPT_BYTES = 64 << 20
-_kept: collections.deque[tuple[Work, int]] = collections.deque()
+kept: collections.deque[tuple[Work, int]] = collections.deque()
 
 
 def _keep(work: Work) -> None:
     # Works may be dropped in any thread, also while this function runs. So it takes no lock.
-    _kept.append((work, _nbytes(work._operation.result)))
-    while len(_kept) > _MOST_KEPT or len(_kept) > 1 and sum([n for _, n in list(_kept)]) > _MOST_KEPT_BYTES:
-        _kept.popleft()
+    kept.append((work, _nbytes(work._operation.result)))
+    while len(kept) > _MOST_KEPT or len(kept) > 1 and sum([n for _, n in list(kept)]) > _MOST_KEPT_BYTES:
+        kept.popleft()
 
 
 class Work(dist.Work):
