@@ -751,7 +751,7 @@ class Engine:
         global _finishing
         _finishing = threading.RLock()
         self._lock = threading.RLock()
-        self._joining = False
+        self._joining = self._launched = False  # operations of the parent are not those of this process
         self._main_thread = threading.get_ident()
 
     def initialized(self) -> bool:

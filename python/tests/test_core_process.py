@@ -274,7 +274,13 @@ class Process(programs.Programs):
             """
             import os, sys
             import gohvd.numpy as hvd
+            from gohvd import _engine
             hvd.init()
+            _engine.engine._launched = True  # as if an operation on a GPU were done at its launch
+            pid = os.fork()
+            if pid == 0:
+                sys.exit(0)
+            print("status", os.waitpid(pid, 0)[1])
             pid = os.fork()
             if pid == 0:
                 for call in (lambda: hvd.alloc(3), hvd.barrier, hvd.init):
@@ -290,6 +296,7 @@ class Process(programs.Programs):
             """
         )
         self.assertEqual(out.count("refused True\n"), 3, out)
+        self.assertIn("status 0\n", out)
         self.assertIn("parent [6.]", out)
 
     def test_threads_of_the_library(self) -> None:
