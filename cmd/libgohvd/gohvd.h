@@ -488,7 +488,8 @@ typedef struct hvd_node {
 	int32_t reserved;
 } hvd_node_t;
 
-/* hvd_ps_start joins this process to a job of a parameter server as a node. settings are as in hvd_init_options_t. */
+/* hvd_ps_start joins this process to a job of a parameter server as a node. settings are as in hvd_init_options_t. If an
+ * earlier call with the same settings has begun that, this one only waits until it is done. */
 hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hvd_handle_t *handle);
 
 /* hvd_ps_node describes this node. */

@@ -55,6 +55,7 @@ type Library struct {
 
 	nodeChanging sync.Mutex // held by a call that starts or ends the node
 	node         atomic.Pointer[Node]
+	nodeSettings map[string]string // with which node was started; guarded by nodeChanging
 
 	sidecars sidecars
 

@@ -3,6 +3,7 @@ package library
 import (
 	"context"
 	"errors"
+	"maps"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -111,16 +112,21 @@ func (n *remoteNode) fail(reason string) error {
 	return n.sidecar.FailNode(context.Background(), reason)
 }
 
-// StartNode joins this process to a job of a parameter server as a node.
+// StartNode joins this process to a job of a parameter server as a node. If an earlier StartNode with the
+// same settings has done that, for which a program may have stopped waiting, it does nothing.
 func (l *Library) StartNode(settings map[string]string) Handle {
 	return l.start(func(*Result) error {
 		l.nodeChanging.Lock()
 		defer l.nodeChanging.Unlock()
 		if l.node.Load() != nil {
-			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already")}
+			if maps.Equal(settings, l.nodeSettings) {
+				return nil
+			}
+			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already, with other settings")}
 		}
 		n, err := l.newNode(settings)
 		if err == nil {
+			l.nodeSettings = settings
 			l.node.Store(&Node{n})
 		}
 		return err

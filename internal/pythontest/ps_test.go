@@ -174,6 +174,39 @@ func TestParameterServerKilled(t *testing.T) {
 	}
 }
 
+// pythonInterruptedNode is a program whose worker 0 is interrupted while it waits for the servers, and starts
+// again. The servers begin when the file of the argument exists.
+const pythonInterruptedNode = `
+import os, signal, sys, threading, time
+from gohvd import ps
+
+if os.environ["DMLC_ROLE"] == "server":
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+if os.environ["DMLC_ROLE"] == "worker" and os.environ["DMLC_RANK"] == "0":
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        ps.start()
+    except KeyboardInterrupt:
+        open(sys.argv[1], "w").close()
+with ps.start() as node:
+    try:
+        ps.start({"DMLC_PS_WATER_MARK": "1"})
+    except ValueError as e:
+        assert "with other settings" in str(e), e
+        print("node is started", flush=True)
+`
+
+// TestParameterServerInterrupted checks that a start that Ctrl-C has interrupted can be repeated.
+func TestParameterServerInterrupted(t *testing.T) {
+	t.Parallel()
+	testnet.NeedTorch(t)
+	out, err := nodes(t, "-c", pythonInterruptedNode, filepath.Join(t.TempDir(), "begin")).CombinedOutput()
+	if err != nil || strings.Count(string(out), "node is started") < 4 {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
 // pythonFailedNode is a program whose worker 1 fails as the argument says. It ends only when worker 0 has
 // learned of it, which the file of the second argument says, or after a minute.
 const pythonFailedNode = `

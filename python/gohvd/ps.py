@@ -263,7 +263,8 @@ def _register_exit() -> None:
 
 def start(settings: dict[str, str] | None = None) -> Node:
     """Joins the job that the environment describes (DMLC_ROLE and others), and waits for all other nodes. settings
-    override the environment.
+    override the environment. If an exception, such as that of Ctrl-C, has ended an earlier start with the same settings,
+    this one goes on with it.
     """
     given = settings or {}
     _register_exit()
