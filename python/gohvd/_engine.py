@@ -583,6 +583,7 @@ class Engine:
         self._settings: dict[str, str] = {}  # those of the last job
         self._joining = False  # whether a thread waits for the other ranks in init
         self._launched = False  # whether operations of this job may have failed after they were done
+        self._submitting: Any = quick  # with a sidecar it is waiting, because a submission may wait for the sidecar
         self.before_step: Callable[[], None] | None = None
         """A function that optimizers call when the gradients are reduced, before they change the parameters."""
         self.before_again: list[Callable[[], None]] = []
@@ -616,6 +617,8 @@ class Engine:
                     self._joining = True
                     _library.call(waiting.hvd_init, options)
                     self._launched = _library.told = False
+                    sidecar = settings.get("HVD_SIDECAR", os.environ.get("HVD_SIDECAR"))
+                    self._submitting = waiting if sidecar else quick
                 except LibraryError:
                     raise
                 except HorovodInternalError as e:
@@ -932,7 +935,7 @@ class Engine:
                     return results[0]
                 call = Call(None, 0, results, take, completion)
             return call.wait()
-        status = quick.hvd_submit(slot.at, slot.handle_at)
+        status = self._submitting.hvd_submit(slot.at, slot.handle_at)
         if status == SUCCESS:
             return Call(slot, slot.words[_HANDLE], results, take, completion)
         call = Call(None, 0, results, take, completion)

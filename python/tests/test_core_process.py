@@ -299,6 +299,28 @@ class Process(programs.Programs):
         self.assertIn("status 0\n", out)
         self.assertIn("parent [6.]", out)
 
+    def test_submission_to_a_sidecar(self) -> None:
+        """Other threads run while a submission waits for the sidecar, which must map new memory first."""
+        out = self.run_program(
+            """
+            import glob, os, signal, sys, threading
+            import gohvd.numpy as hvd
+            hvd.init()
+            sidecar, = [int(pid) for file in glob.glob("/proc/self/task/*/children") for pid in open(file).read().split()]
+            x, handles = hvd.alloc(1000, "float32"), []
+            x[:] = 7
+            sys.setswitchinterval(1000)  # the thread runs until it waits
+            os.kill(sidecar, signal.SIGSTOP)
+            thread = threading.Thread(target=lambda: handles.append(hvd.allreduce_async(x)))
+            thread.start()
+            os.kill(sidecar, signal.SIGCONT)
+            thread.join()
+            print("reduced", handles[0].wait().mean())
+            """,
+            HVD_SIDECAR="spawn",
+        )
+        self.assertIn("reduced 7.0", out)
+
     def test_threads_of_the_library(self) -> None:
         """The library has few threads of its own even if many threads of the program wait. GOMAXPROCS counts as it is
         when the library is loaded.
