@@ -506,7 +506,7 @@ typedef struct hvd_exchange {
 	uint32_t size; /* sizeof(hvd_exchange_t) */
 	int32_t app;
 	uint32_t dtype; /* of the values */
-	uint32_t flags; /* HVD_PUSH, HVD_PULL or both */
+	uint32_t flags; /* HVD_PUSH, HVD_PULL or both, and HVD_IN_SLICES */
 	const uint64_t *keys; /* in ascending order, without duplicates */
 	uint64_t num_keys;
 	const void *values; /* pushed: the same number of elements for each key */
@@ -519,8 +519,12 @@ typedef struct hvd_exchange {
 
 #define HVD_PUSH 1u
 #define HVD_PULL 2u
+#define HVD_IN_SLICES 4u
 
-/* hvd_ps_exchange begins a push or a pull of a worker. */
+/* hvd_ps_exchange begins a push or a pull of a worker. While too many requests to a server are not answered
+ * (docs/ps.md), it waits for room, also if it gets a handle. With HVD_IN_SLICES and a handle, it waits for 0.05 s at
+ * most: one request then goes on waiting in the library, and while it does, a further call returns HVD_PENDING and has
+ * begun nothing, so that the program can look at signals and call again. */
 hvd_status_t hvd_ps_exchange(const hvd_exchange_t *exchange, hvd_handle_t *handle);
 
 /* hvd_ps_clock ends an iteration of this worker (docs/ps.md, bounded staleness). */

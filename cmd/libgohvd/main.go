@@ -722,9 +722,11 @@ func dtypeOf(n C.uint32_t) tensor.DType { return tensor.DType(min(n, math.MaxUin
 func gohvdExchange(x *C.hvd_exchange_t, handle *C.hvd_handle_t) C.hvd_status_t {
 	const most = math.MaxInt64 / 8
 	switch {
-	case x.flags&^(C.HVD_PUSH|C.HVD_PULL) != 0:
-		return status(misuse("exchange", "got the flags %#x, want HVD_PUSH, HVD_PULL or both",
+	case x.flags&^(C.HVD_PUSH|C.HVD_PULL|C.HVD_IN_SLICES) != 0:
+		return status(misuse("exchange", "got the flags %#x, want HVD_PUSH, HVD_PULL and HVD_IN_SLICES",
 			uint32(x.flags)))
+	case x.flags&C.HVD_IN_SLICES != 0 && handle == nil:
+		return status(misuse("exchange", "got HVD_IN_SLICES and no place for the handle"))
 	case x.num_keys > most || x.values_bytes > most || x.results_bytes > most:
 		return status(misuse("exchange", "got memory that cannot exist"))
 	case x.keys == nil && x.num_keys > 0, x.values == nil && x.values_bytes > 0,
@@ -738,7 +740,7 @@ func gohvdExchange(x *C.hvd_exchange_t, handle *C.hvd_handle_t) C.hvd_status_t {
 		Values:  unsafe.Slice((*byte)(x.values), int(x.values_bytes)),
 		Results: unsafe.Slice((*byte)(x.results), int(x.results_bytes)),
 		Command: int32(x.command), Priority: int32(x.priority),
-	})
+	}, x.flags&C.HVD_IN_SLICES != 0)
 	if err != nil {
 		return status(err)
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"sync/atomic"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -15,7 +17,15 @@ import (
 )
 
 // Node is a node of a parameter server.
-type Node struct{ member }
+type Node struct {
+	member
+	// With fewer requests in flight, each server has room for another one. It is 0 if that is not known.
+	room int
+	// beginning is full while an Exchange with inSlices calls exchange. Only the call that has filled it
+	// increases the number and the size of such requests in flight.
+	beginning       chan struct{}
+	requests, bytes atomic.Int64
+}
 
 // Role returns the number of the node's role in the C API, which is that of the group with the same role.
 func (n *Node) Role() int {
@@ -124,31 +134,32 @@ func (l *Library) StartNode(settings map[string]string) Handle {
 			}
 			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already, with other settings")}
 		}
-		n, err := l.newNode(settings)
+		n, room, err := l.newNode(settings)
 		if err == nil {
 			l.nodeSettings = settings
-			l.node.Store(&Node{n})
+			l.node.Store(&Node{member: n, room: room, beginning: make(chan struct{}, 1)})
 		}
 		return err
 	})
 }
 
-// newNode starts a node in this process or in its sidecar.
-func (l *Library) newNode(settings map[string]string) (member, error) {
+// newNode starts a node in this process or in its sidecar. room is Node.room.
+func (l *Library) newNode(settings map[string]string) (_ member, room int, err error) {
 	c, err := l.sidecars.open("start", settings)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	if c != nil {
 		at, err := c.StartNode(context.Background(), config.Environ(), settings)
-		return &remoteNode{c, at}, err
+		return &remoteNode{c, at}, 0, err
 	}
 	options := rank.Options{Settings: settings}
-	if _, err := options.Read(); err != nil {
-		return nil, err
+	cfg, err := options.Read()
+	if err != nil {
+		return nil, 0, err
 	}
 	n, err := node.Join(context.Background(), settings, nil)
-	return localNode{n}, err
+	return localNode{n}, cfg.PS.WaterMark, err
 }
 
 // Node returns the node of this process, or a usage error of the function op if there is none.
@@ -160,18 +171,73 @@ func (l *Library) Node(op string) (*Node, error) {
 	return n, nil
 }
 
-// Exchange begins a push or a pull.
-func (l *Library) Exchange(x *node.Exchange) (Handle, error) {
+// Exchange begins a push or a pull. It may have to wait until there is room for its messages. If inSlices is
+// set, it waits only for a while. Then one request may go on waiting for room in its own goroutine, and for
+// further ones Exchange returns ErrPending, without an effect.
+func (l *Library) Exchange(x *node.Exchange, inSlices bool) (Handle, error) {
 	n, err := l.Node("exchange")
 	if err != nil {
 		return 0, err
 	}
-	wait, err := n.exchange(x)
-	if err != nil {
-		return 0, err
+	if !inSlices {
+		wait, err := n.exchange(x)
+		if err != nil {
+			return 0, err
+		}
+		return l.start(func(*Result) error { return wait() }), nil
 	}
-	return l.start(func(*Result) error { return wait() }), nil
+	over := time.NewTimer(slice)
+	defer over.Stop()
+	select {
+	case n.beginning <- struct{}{}:
+	case <-over.C:
+		return 0, ErrPending
+	}
+	size := int64(8*len(x.Keys) + len(x.Values))
+	requests, bytes := n.requests.Add(1), n.bytes.Add(size)
+	begin := func() (wait func() error, err error) {
+		wait, err = n.exchange(x)
+		<-n.beginning
+		return wait, err
+	}
+	end := func(wait func() error, err error) error {
+		if err == nil {
+			err = wait()
+		}
+		n.requests.Add(-1)
+		n.bytes.Add(-size)
+		return err
+	}
+	// A goroutine for begin would take longer than the rest.
+	if requests <= int64(n.room) && bytes <= roomBytes {
+		wait, err := begin()
+		if err != nil {
+			return 0, end(wait, err)
+		}
+		return l.start(func(*Result) error { return end(wait, nil) }), nil
+	}
+	begun := make(chan error, 1)
+	h := l.start(func(*Result) error {
+		wait, err := begin()
+		begun <- err
+		return end(wait, err)
+	})
+	select {
+	case err = <-begun:
+	case <-over.C:
+	}
+	if err != nil {
+		return 0, errors.Join(err, l.Release(h))
+	}
+	return h, nil
 }
+
+// roomBytes is the size of the requests in flight for which each server has room. The queue to one takes
+// twice as much, headers included.
+const roomBytes = 128 << 20
+
+// slice is the time for which Exchange waits for room.
+const slice = 50 * time.Millisecond
 
 // Clock ends an iteration of this worker.
 func (l *Library) Clock() Handle {

@@ -301,8 +301,8 @@ func serve(l *Library, role, port string) error {
 	case "worker":
 		x := &node.Exchange{DType: tensor.Float32, Push: true, Pull: true, Keys: []uint64{7},
 			Values: []byte{0, 0, 0x80, 0x3f}, Results: make([]byte, 4)}
-		for range 2 {
-			h, err := l.Exchange(x)
+		for i := range 2 {
+			h, err := l.Exchange(x, i > 0)
 			if err == nil {
 				err = l.Wait(h, Forever, nil)
 			}

@@ -28,7 +28,7 @@ func nodes(t testing.TB, args ...string) *exec.Cmd {
 
 // pythonNodes is a program that pushes and pulls numpy arrays and torch tensors, and checks errors.
 const pythonNodes = `
-import os, threading
+import os, signal, threading
 from unittest import mock
 import numpy as np
 from gohvd import _library, ps
@@ -122,8 +122,18 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
         other = threading.Thread(target=lambda: (pushing.wait(), node.barrier(ps.SERVERS | ps.WORKERS)))
         other.start()
         requests = [late.push([1], np.ones(1, np.float32))]
+        if slow:
+            def interrupt(*_):
+                raise TimeoutError
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                while True:  # until there is no room
+                    requests.append(late.push([1], np.ones(1, np.float32)))
+            except TimeoutError:
+                pass
         pushing.set()
-        # At worker 1, this push waits for the answer to the first one, and so until the other thread has run.
+        # At worker 1, this push waits for the answers to the others, and so until the other thread has run.
         requests.append(late.push([1], np.ones(1, np.float32)))
         other.join()
         for r in requests:

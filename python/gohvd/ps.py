@@ -95,7 +95,10 @@ class Request:
         self._error: Exception | None = None
         self._handle = _library.Handle()
         _library.reap()
-        check(waiting.hvd_ps_exchange(exchange, self._handle))  # it waits if too many requests are not answered
+        status = PENDING
+        while status == PENDING:  # too many requests are not answered
+            status = waiting.hvd_ps_exchange(exchange, self._handle)
+        check(status)
 
     def done(self) -> bool:
         """Returns whether the request has completed or failed. It does not block."""
@@ -172,6 +175,7 @@ class Worker:
                 self._check_out(out, count)
             results = np.empty(count, self._dtype)
         x = _library.Exchange(ctypes.sizeof(_library.Exchange), self._app, self._number)
+        x.flags = _library.IN_SLICES
         x.keys, x.num_keys = key_array.ctypes.data, len(key_array)
         if value_array is not None:
             x.flags |= _library.PUSH

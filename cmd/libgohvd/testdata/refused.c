@@ -369,9 +369,10 @@ int main(void) {
 	fails(hvd_ps_node(&node), HVD_ERROR_USAGE, "hvd_node_t");
 	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "hvd_exchange_t");
 	exchange.size = sizeof exchange;
-	exchange.flags = 4;
-	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "0x4");
-	exchange.flags = HVD_PUSH;
+	exchange.flags = 8;
+	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "0x8");
+	exchange.flags = HVD_PUSH | HVD_IN_SLICES;
+	fails(hvd_ps_exchange(&exchange, NULL), HVD_ERROR_USAGE, "no place for the handle");
 	exchange.num_keys = 1;
 	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "null");
 	exchange.num_keys = UINT64_MAX;
