@@ -145,9 +145,19 @@ static int gohvdSynchronize(functions *f, void *context, uintptr_t stream) {
 static int gohvdWaitEvent(functions *f, void *context, uintptr_t stream, void *event) {
 	ON(context, f->streamWaitEvent((void *)stream, event, 0));
 }
+// unlessCapturing returns code, or 0 with capturing set if code is an error because of a capture, which may
+// have begun after the question whether there is one. The default stream has such an error if a stream that
+// waits for it is being captured.
+static int unlessCapturing(functions *f, int code, int *capturing) {
+	if (code < 900 || code > 908) // cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread
+		return code;
+	f->getLastError();
+	*capturing = 1;
+	return 0;
+}
 static int follow(functions *f, void *stream, void *event, int *capturing) {
 	int code = f->streamIsCapturing(stream, capturing);
-	return code || *capturing ? code : f->streamWaitEvent(stream, event, 0);
+	return unlessCapturing(f, code || *capturing ? code : f->streamWaitEvent(stream, event, 0), capturing);
 }
 static int gohvdFollow(functions *f, void *context, uintptr_t stream, void *event, int *capturing) {
 	ON(context, follow(f, (void *)stream, event, capturing));
@@ -160,7 +170,7 @@ static int gohvdRecord(functions *f, void *context, void *event, uintptr_t strea
 }
 static int mark(functions *f, void *event, void *stream, int *capturing) {
 	int code = f->streamIsCapturing(stream, capturing);
-	return code || *capturing ? code : f->eventRecord(event, stream);
+	return unlessCapturing(f, code || *capturing ? code : f->eventRecord(event, stream), capturing);
 }
 static int gohvdMark(functions *f, void *context, void *event, uintptr_t stream, int *capturing) {
 	ON(context, mark(f, event, (void *)stream, capturing));
@@ -522,7 +532,8 @@ func (s *Stream) Wait(e *Event) error {
 }
 
 // Follow does the same as Wait, unless the stream is being captured for a graph, and reports whether it has
-// done so. CUDA refuses the wait then, and ends the capture.
+// done so. CUDA refuses the wait then, and ends the capture. So a capture that another thread begins during
+// Follow may end.
 func (s *Stream) Follow(e *Event) (waits bool, err error) {
 	code := C.gohvdFollow(s.f(), s.Device.context, s.handle, e.handle, &e.capturing)
 	return code == 0 && e.capturing == 0, s.check("cudaStreamWaitEvent", code)

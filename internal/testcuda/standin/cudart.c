@@ -21,7 +21,9 @@
 //	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
 //	                           file exists
 //	STANDIN_CUDA_CAPTURE       with 1, a stream that is made is being captured, so that work on it is a violation,
-//	                           and unsafe calls of threads that have not relaxed their capture mode fail
+//	                           and unsafe calls of threads that have not relaxed their capture mode fail; with 2,
+//	                           its capture begins after the first question whether it is being captured, and a
+//	                           wait for an event fails
 //	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
 //	STANDIN_CUDA_PROCESSORS    number of multiprocessors of each device (default 132)
 #define _GNU_SOURCE
@@ -39,7 +41,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600, illegalAddress = 700, captureUnsupported = 900 };
+enum { success = 0, invalidValue = 1, outOfMemory = 2, unavailable = 46, noDevice = 100, invalidDevice = 101, notReady = 600, illegalAddress = 700, captureUnsupported = 900, captureIsolation = 905 };
 
 int cuDriverGetVersion(int *v);
 
@@ -118,6 +120,7 @@ const char *cudaGetErrorName(int code) {
 	case illegalAddress: return "cudaErrorIllegalAddress";
 	case 802: return "cudaErrorSystemNotReady";
 	case captureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+	case captureIsolation: return "cudaErrorStreamCaptureIsolation";
 	}
 	return "unrecognized error code";
 }
@@ -134,6 +137,7 @@ const char *cudaGetErrorString(int code) {
 	case illegalAddress: return "an illegal memory access was encountered";
 	case 802: return "system not yet initialized";
 	case captureUnsupported: return "operation not permitted when stream is capturing";
+	case captureIsolation: return "dependency created on uncaptured work in another stream";
 	}
 	return "unrecognized error code";
 }
@@ -346,6 +350,7 @@ struct stream {
 	struct work *first, **end;
 	long done, queued;
 	int closing, capturing;
+	int capturesLater; // whether the first question whether it is being captured begins a capture
 	int isDefault;    // whether it is the default stream of its device
 	useconds_t delay; // of each piece of work
 	char *hold;       // the file for which its work waits, or NULL
@@ -421,7 +426,9 @@ static struct stream *newStream(int device, int isDefault) {
 	s->device = device;
 	s->isDefault = isDefault;
 	s->end = &s->first;
-	s->capturing = standin_setting("STANDIN_CUDA_CAPTURE", 0) != 0;
+	long capture = standin_setting("STANDIN_CUDA_CAPTURE", 0);
+	s->capturing = capture == 1;
+	s->capturesLater = capture == 2;
 	__atomic_add_fetch(&captures, s->capturing, __ATOMIC_ACQ_REL);
 	s->delay = (useconds_t)standin_setting("STANDIN_CUDA_DELAY_US", 200);
 	const char *hold = getenv("STANDIN_CUDA_HOLD");
@@ -455,7 +462,12 @@ int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
 
 int cudaStreamIsCapturing(void *stream, int *status) {
 	WORKS;
-	*status = checked(stream, "cudaStreamIsCapturing")->capturing;
+	struct stream *s = checked(stream, "cudaStreamIsCapturing");
+	*status = s->capturing;
+	if (s->capturesLater && !s->capturing) {
+		s->capturing = 1;
+		__atomic_add_fetch(&captures, 1, __ATOMIC_ACQ_REL);
+	}
 	return success;
 }
 
@@ -817,6 +829,8 @@ int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
 	(void)flags;
 	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
 	struct stream *s = checked(stream, "cudaStreamWaitEvent");
+	if (s->capturesLater && s->capturing)
+		return result(captureIsolation);
 	pthread_mutex_lock(&lock);
 	merge(&s->clock, &e->clock);
 	pthread_mutex_unlock(&lock);
