@@ -99,7 +99,7 @@ static struct comm *comms;
 static __thread char detail[256];
 static __thread int depth;       // of nested groups
 static int occupied[maxDevices]; // the multiprocessors of each device that operations of this process occupy
-static int running[maxDevices];  // the operations of this process that each device has begun and not ended
+static int launched[maxDevices]; // the operations of this process on each device that have not ended
 
 static size_t sizeOf(int type) {
 	static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -362,7 +362,7 @@ int ncclCommDestroy(void *comm) {
 
 static int isIdle(int device) {
 	pthread_mutex_lock(&lock);
-	int idle = running[device] == 0;
+	int idle = launched[device] == 0;
 	pthread_mutex_unlock(&lock);
 	return idle;
 }
@@ -532,19 +532,25 @@ static int occupy(struct comm *c, int *begun) {
 	pthread_mutex_lock(&lock);
 	if (occupied[c->device] + blocksOf(c) <= all) {
 		occupied[c->device] += blocksOf(c);
-		running[c->device]++;
 		*begun = 1;
 	}
 	pthread_mutex_unlock(&lock);
 	return *begun;
 }
 
-static void vacate(struct comm *c, int begun) {
-	if (!begun)
-		return;
+// launch enqueues an operation, whose end vacate records.
+static void launch(struct comm *c, void *stream, int (*run)(void *), void *arg, const char *call) {
 	pthread_mutex_lock(&lock);
-	occupied[c->device] -= blocksOf(c);
-	running[c->device]--;
+	launched[c->device]++;
+	pthread_mutex_unlock(&lock);
+	standin_enqueue(stream, run, arg, call);
+}
+
+static void vacate(struct comm *c, int begun) {
+	pthread_mutex_lock(&lock);
+	if (begun)
+		occupied[c->device] -= blocksOf(c);
+	launched[c->device]--;
 	pthread_mutex_unlock(&lock);
 }
 
@@ -762,14 +768,14 @@ int ncclGroupEnd(void) {
 		struct deferred *d = deferred;
 		deferred = d->next;
 		d->comm->grouped = 0;
-		standin_enqueue(d->stream, runCollective, d->collective, "ncclGroupEnd");
+		launch(d->comm, d->stream, runCollective, d->collective, "ncclGroupEnd");
 		free(d);
 	}
 	while (queued) {
 		struct exchange *x = queued;
 		queued = x->next;
 		x->comm->grouped = 0;
-		standin_enqueue(x->stream, runExchange, x, "ncclGroupEnd");
+		launch(x->comm, x->stream, runExchange, x, "ncclGroupEnd");
 	}
 	return success;
 }
@@ -889,7 +895,7 @@ static int collective(int kind, const void *in, void *out, size_t n, int type, i
 		lastDeferred = d;
 		c->grouped = 1;
 	} else {
-		standin_enqueue(stream, runCollective, k, call);
+		launch(c, stream, runCollective, k, call);
 	}
 	return leave(c, success);
 }
