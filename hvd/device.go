@@ -300,7 +300,7 @@ func (o *deviceOp[R]) mark(c *call, buffers ...ondevice.Buffer) error {
 		event, err := o.engine.rank.Mark(b.Device, b.Stream)
 		if err != nil {
 			o.release()
-			return c.OnDevice(err)
+			return c.OnDevice(&o.engine.rank, err)
 		}
 		o.part.Ready, marked = append(o.part.Ready, event), append(marked, b.Stream)
 	}

@@ -218,7 +218,7 @@ type Engine struct {
 }
 
 type finishedWork struct {
-	w   *exec.Work
+	w   *exec.Work // nil if the rank fails because of err, whatever its work does
 	err error
 }
 

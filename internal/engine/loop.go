@@ -103,6 +103,10 @@ func (e *Engine) workFinished(w *exec.Work, err error) {
 	e.sched.Notify()
 }
 
+// Fail makes the epoch fail because of err, of which this rank is the cause. It does not wait for the end of
+// the epoch. Any goroutine may call it.
+func (e *Engine) Fail(err error) { e.workFinished(nil, err) }
+
 // RunLoopOnce runs one turn: it takes the queued requests, looks up each of them in the cache, negotiates,
 // and dispatches grants to lanes. It does not block. It returns the latest time for the next turn, counted
 // from the engine's start, and whether the epoch is over. If the epoch is over, err is the reason, or nil
@@ -196,8 +200,12 @@ func (e *Engine) takeFinished() {
 			continue // this rank closed its connections; the control connections report that too
 		}
 		if f.err != nil {
-			e.log.Warn("an operation failed", zap.Stringer("operation", f.w.Grant.Responses[0].Kind),
-				zap.String("tensor", f.w.Grant.Responses[0].Name), zap.Error(f.err))
+			log := e.log
+			if f.w != nil {
+				r := f.w.Grant.Responses[0]
+				log = log.With(zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name))
+			}
+			log.Warn("an operation failed", zap.Error(f.err))
 			e.member.Suspect(blame(f.err, e.cfg.Rank))
 			continue
 		}

@@ -105,7 +105,7 @@ func (l *Library) begin(o *Op) (*call, error) {
 	}
 	if o.OnDevice {
 		if err := c.mark(o); err != nil {
-			return nil, described.OnDevice(err)
+			return nil, described.OnDevice(r, err)
 		}
 	}
 	if err := x.Begin(); err != nil {

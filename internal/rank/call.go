@@ -102,13 +102,16 @@ func NewCall(kind message.Kind, dt tensor.DType) Call {
 	return c
 }
 
-// OnDevice returns the error of a call that cannot mark a stream because of err. If CUDA has failed, the call
-// is not to blame.
-func (c *Call) OnDevice(err error) error {
-	if _, failed := errors.AsType[*cuda.Error](err); failed {
-		return fmt.Errorf("hvd: %v %q: %w", c.Kind, c.Name, err)
+// OnDevice returns the error of a call at r that cannot mark a stream because of err. If CUDA has failed, the
+// call is not to blame, and r fails: the other ranks may wait for r in this operation, and a later call of
+// the program must not take its place.
+func (c *Call) OnDevice(r *Rank, err error) error {
+	if _, failed := errors.AsType[*cuda.Error](err); !failed {
+		return c.Misuse("%w", err)
 	}
-	return c.Misuse("%w", err)
+	err = &engine.OpError{Op: c.Kind.String(), Tensor: c.Name, Err: err}
+	r.Engine.Fail(err)
+	return err
 }
 
 // Misuse returns the error of a call that is refused before it reaches the engine.

@@ -940,7 +940,7 @@ class Engine:
             return Call(slot, slot.words[_HANDLE], results, take, completion)
         call = Call(None, 0, results, take, completion)
         call.error = _library.error(status)
-        if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job, or CUDA in this process, has failed
+        if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job has failed
             raise call.error
         return call
 
