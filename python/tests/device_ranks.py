@@ -84,6 +84,22 @@ class Allocation:
     __del__ = free
 
 
+@contextlib.contextmanager
+def held_stream(holds: bool) -> Iterator[tuple[int, str]]:
+    """Makes a stream that, if holds is true, does nothing before the file exists whose path is the second value, or before
+    the with statement ends, because CUDA waits for the stream when memory is freed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        gate = os.path.join(folder, "open")
+        with unittest.mock.patch.dict(os.environ, {"STANDIN_CUDA_HOLD": gate} if holds else {}):
+            stream = new_stream()
+        try:
+            yield stream, gate
+        finally:
+            open(gate, "w").close()
+            cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))
+
+
 class Array:
     """Numbers on the device, in an allocation, or in memory of the host if view is given. If contiguous is false, the
     engine must not use the memory itself.
@@ -498,10 +514,7 @@ class Values(OnDevice):
         its array after that. In the meantime the stream of a call that is done APART is free for other work.
         """
         last, total = size() - 1, size() * (size() - 1) / 2
-        with tempfile.TemporaryDirectory() as folder:
-            gate = os.path.join(folder, "open")
-            with unittest.mock.patch.dict(os.environ, {"STANDIN_CUDA_HOLD": gate} if rank() == last else {}):
-                stream = new_stream()
+        with held_stream(rank() == last) as (stream, gate):
             arrays = [Array([1]), Array([1])]
             with fw.using(stream):
                 for x in arrays:
@@ -713,10 +726,7 @@ class Elastic(OnDevice):
 
     def test_launched(self) -> None:
         """Operations are done at their end, because a commit says that those before it have succeeded."""
-        with tempfile.TemporaryDirectory() as folder:
-            gate = os.path.join(folder, "open")
-            with unittest.mock.patch.dict(os.environ, {"STANDIN_CUDA_HOLD": gate}):
-                stream = new_stream()
+        with held_stream(True) as (stream, gate):
             x = Array([1])
             with fw.using(stream):
                 x.write([rank()])
