@@ -676,13 +676,20 @@ class Faulted(OnDevice):
 
     def after_launch(self, end: Callable[[], Any]) -> None:
         """Operations that are done when they have been launched fail then, and the program calls only end."""
-        if rank() == size() - 1:
+        last = size() - 1
+        if rank() == last:
             with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_HOLD="/never"):
                 fw.current = new_stream()
         x = [Array([1]).write([1])]
         begin(ALLREDUCE, x, "x", targets=x, reduction=_engine.Sum, launched=_engine.AT_LAUNCH).written()
-        if rank() == size() - 1:
-            _runtime.standin_fault()
+        note = [Array([1], view=memoryview(bytearray(4)))]
+        with unittest.mock.patch.object(fw, "device", lambda _: -1):  # unlike a barrier, a message does not wait for x
+            if rank() < last:
+                begin(SEND, note, None, peer=last).results()
+            else:
+                for other in range(last):
+                    begin(RECV, note, None, note, peer=other).results()
+                _runtime.standin_fault()
         unittest.mock.patch.object(Allocation, "__del__", lambda _: None).start()  # nothing can be freed any more
         end()
 
