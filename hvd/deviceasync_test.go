@@ -137,13 +137,14 @@ func TestDeviceAsyncFails(t *testing.T) {
 // TestDeviceAsyncTimeout checks that the time limit of an operation also applies after it has completed. The
 // test repeats with a longer limit if the limit passes before the operation has been launched.
 func TestDeviceAsyncTimeout(t *testing.T) {
-	t.Setenv("STANDIN_NCCL_FAULT", "hang:1:1")
+	t.Setenv("STANDIN_NCCL_FAULT", "hang:1:2")
 	for limit := 250 * time.Millisecond; ; limit *= 4 {
 		var early atomic.Bool
 		runAsync(t, 2, func(ctx context.Context, e *hvd.Engine) {
 			d := openDevice(t, e.Rank())
 			defer d.stream.Close()
 			x := d.buffer(1)
+			d.check(cuda.Allreduce(ctx, x, x, hvd.On(e))) // connects the ranks
 			err := cuda.Allreduce(ctx, x, x, hvd.Name("x"), hvd.On(e), hvd.Timeout(limit))
 			if err != nil {
 				early.Store(true)
