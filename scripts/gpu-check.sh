@@ -137,8 +137,10 @@ if reason=$("$python" -c 'import torch; assert torch.cuda.is_available(), "torch
 	# Without settings, gohvd itself finds the GPU and the libraries that torch has loaded.
 	step "gohvd.torch without settings" 300 env -u HOROVOD_GPU_OPERATIONS -u HVD_NCCL_LIBRARY -u HVD_CUDART_LIBRARY \
 		"$programs/hvdrun" -np 2 "$python" python/tests/torch_device_ranks.py InPlace
-	step "gohvd.torch with expandable segments" 120 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
-		"$programs/hvdrun" -np 2 "$python" python/tests/torch_device_ranks.py Expandable
+	for allocator in expandable_segments:True backend:cudaMallocAsync; do
+		step "gohvd.torch with the allocator $allocator" 120 env PYTORCH_CUDA_ALLOC_CONF="$allocator" \
+			"$programs/hvdrun" -np 2 "$python" python/tests/torch_device_ranks.py Allocators
+	done
 else
 	torch=none
 	result SKIP "gohvd.torch" "$(echo "$reason" | tail -n 1)"

@@ -80,7 +80,9 @@ else
 		bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py InPlace'
 	step "a rank is killed (want 137)" 45 15 bash -c 'ranks 2 "$python" python/tests/device_ranks.py Killed'
 	step "expandable segments, 2 ranks" 40 3 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
-		bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py Expandable'
+		bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py Allocators'
+	step "cudaMallocAsync, 2 ranks" 40 3 env PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync \
+		bash -c 'ranks 2 "$python" python/tests/torch_device_ranks.py Allocators'
 fi
 echo
 cat "$out/result"

@@ -226,8 +226,8 @@ class InPlace(Ranks):
                 self.assertTrue(torch.allclose(got.full_tensor(), want, rtol=1e-3, atol=1e-4), f"got {got}, want {want}")
 
 
-class Expandable(Ranks):
-    """With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, torch gets its memory from CUDA in another way."""
+class Allocators(Ranks):
+    """PYTORCH_CUDA_ALLOC_CONF chooses how torch gets its memory from CUDA."""
 
     def test_in_place(self) -> None:
         for i in range(3):
