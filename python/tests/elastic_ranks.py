@@ -35,16 +35,19 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def make() -> dict:
+    """Returns a model, an optimizer and a scheduler, by the names of the arguments of a state."""
     torch.manual_seed(random.randrange(1 << 30))
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), groups=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), groups=2)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
 def digest(state) -> str:
-    """Returns the digest of the parameters and of the state of the optimizer."""
-    h = hashlib.sha256(repr((state.step, state.least, state.again)).encode())
+    """Returns the digest of the parameters, of the state of the optimizer, and of the learning rate."""
+    h = hashlib.sha256(repr((state.step, state.least, state.again, state.optimizer.param_groups[0]["lr"])).encode())
     for tensor in state.model.state_dict().values():
         h.update(tensor.numpy().tobytes())
     for entry in state.optimizer.state_dict()["state"].values():
@@ -62,12 +65,13 @@ class Own(hvd.elastic.State):
         self.save()
 
     def content(self):
-        return self.model.state_dict(), self.optimizer.state_dict(), (self.step, self.least, self.again)
+        parts = self.model, self.optimizer, self.scheduler
+        return [part.state_dict() for part in parts], (self.step, self.least, self.again)
 
     def fill(self, content) -> None:
-        model, optimizer, (self.step, self.least, self.again) = copy.deepcopy(content)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        parts, (self.step, self.least, self.again) = copy.deepcopy(content)
+        for part, state in zip((self.model, self.optimizer, self.scheduler), parts):
+            part.load_state_dict(state)
 
     def save(self) -> None:
         self.last = copy.deepcopy(self.content())
@@ -88,6 +92,7 @@ def step(state, mine: object = None) -> list:
     grads, parts = zip(*hvd.allgather_object((torch.autograd.grad(loss, params, retain_graph=True), mine)))
     loss.backward()
     state.optimizer.step()
+    state.scheduler.step()
     state.step += 1
     for p, *theirs in zip(params, *grads):
         average = sum(theirs) / len(theirs)
@@ -116,9 +121,8 @@ def train(kind: str, victim: str, where: str) -> None:
     if where is "commit", before it has saved a commit that the others have saved.
     """
     hvd.init()
-    model, optimizer = make()
     make_state = {"TorchState": hvd.elastic.TorchState, "State": Own}[kind]
-    state = make_state(model=model, optimizer=optimizer, step=0, least=1000, again=0, deadly=Deadly())
+    state = make_state(**make(), step=0, least=1000, again=0, deadly=Deadly())
     resets: list[int] = []
 
     def reset() -> None:
@@ -219,11 +223,10 @@ def steps(victim: str) -> None:
     rank goes back, the ranks are equal after each step, and each sample of an epoch is used once.
     """
     hvd.init()
-    model, optimizer = make()
     data = range(1009)
     sampler = hvd.elastic.ElasticSampler(data, seed=5)
     state = hvd.elastic.TorchState(
-        model=model, optimizer=optimizer, sampler=sampler, step=0, least=1000, again=0, seen=[], epochs=0, sizes=[hvd.size()]
+        **make(), sampler=sampler, step=0, least=1000, again=0, seen=[], epochs=0, sizes=[hvd.size()]
     )  # fmt: skip
     armed, done, furthest = FIRST and hvd.rank() == int(victim), 0, 0
 
@@ -269,8 +272,7 @@ def ahead(folder: str) -> None:
     hvd.init()
     role = hvd.rank() if FIRST else -1
     learned = [pathlib.Path(folder, name) for name in ("2", "3")]
-    model, optimizer = make()
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, least=0, again=0, deadly=Deadly())
+    state = hvd.elastic.TorchState(**make(), step=0, least=0, again=0, deadly=Deadly())
     vote, furthest, begun = elastic._vote, 0, []
 
     def vote_for_step(flags: int) -> None:

@@ -143,6 +143,34 @@ class Elastic(RanksTest):
         self.assertNotEqual(list(sampler), mine)
         self.assertEqual(list(hvd.elastic.ElasticSampler([], shuffle=False)), [])
 
+    def test_schedulers(self) -> None:
+        """A scheduler remains that of the rank's own optimizer. Only its state is saved and sent."""
+        state = self.state()
+        mine = torch.optim.lr_scheduler.StepLR(state.optimizer, 1, 0.5)
+        state = hvd.elastic.TorchState(model=state.model, optimizer=state.optimizer, scheduler=mine)
+        for _ in range(self.rank):
+            mine.step()
+
+        @hvd.elastic.run
+        def train(state):
+            for _ in range(3):
+                state.model(torch.ones(4, 3)).sum().backward()
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+                state.scheduler.step()
+                state.commit()
+
+        train(state)
+        for _ in range(2):  # a step after a restore does not change what the next one restores
+            self.assertIs(state.scheduler, mine)
+            rates = hvd.allgather_object((state.optimizer.param_groups[0]["lr"], mine.last_epoch, mine.get_last_lr()))
+            self.assertEqual(rates, [(0.0125, 3, [0.0125])] * self.size)
+            mine.step()
+            state.restore()
+        self.rank or mine.step()
+        state._sync_values()
+        self.assertEqual(set(hvd.allgather_object((state.optimizer.param_groups[0]["lr"], mine.last_epoch))), {(0.00625, 4)})
+
     def test_changes_and_commits(self) -> None:
         """After a restore, a state has the values of the last commit, also of models and optimizers that were assigned."""
         first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

@@ -53,26 +53,28 @@ class _ByStateDict(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self.value.load_state_dict(self._saved)
+        # Optimizers and schedulers keep parts of the argument, and change them later.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.route.root))
 
 
 class ModelStateHandler(_ByStateDict):
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)  # which copies the tensors
+
     def sync(self) -> None:
         send_parameters(self.value.state_dict(), self.route)
 
 
 class OptimizerStateHandler(_ByStateDict):
-    def restore(self) -> None:
-        # Newer versions of torch make the tensors of the argument those of the optimizer.
-        self.value.load_state_dict(copy.deepcopy(self._saved))
-
     def sync(self) -> None:
         send_optimizer_state(self.value, self.route)
 
 
 class SamplerStateHandler(_ByStateDict):
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.route.root))
+    """Is the handler of Horovod's name. What it does is right for all small states."""
 
 
 _Registry = list[tuple[type, type[StateHandler]]]
@@ -98,12 +100,18 @@ def _handler_of(value: Any) -> StateHandler | None:
     for kind, handler in _handler_registry:
         if isinstance(value, kind):
             return handler(value)
+    # For example a learning rate scheduler, whose copy would belong to a copy of the optimizer.
+    if hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict"):
+        return _ByStateDict(value)
     return None
 
 
 class TorchState(ObjectState):
-    """A State that consists of a model, an optimizer and other values. Each keyword argument becomes an attribute. Models,
-    optimizers and samplers have handlers, which save their state_dict; of other values a copy is saved.
+    """A State that consists of a model, an optimizer and other values. Each keyword argument becomes an attribute.
+
+    Of a value whose class has state_dict and load_state_dict, such as a model, an optimizer, a sampler, a learning rate
+    scheduler or a GradScaler, the state_dict is saved and sent, and the value itself remains. Of another value a copy is
+    saved and sent, which takes the place of the value. So pass each scheduler as an argument, not in a list.
     """
 
     def __init__(
@@ -145,14 +153,14 @@ class TorchState(ObjectState):
 
     def _sync_values(self) -> None:
         for handler in self._handlers.values():
-            if isinstance(handler, SamplerStateHandler):
-                handler.route = Route(self._root)
-                handler.sync()
-            elif isinstance(handler, OptimizerStateHandler):  # a scheduler changes the groups after a step
+            if isinstance(handler, OptimizerStateHandler):  # a scheduler changes the groups after a step
                 groups = handler.value.param_groups
                 values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
                 for group, ours in zip(groups, broadcast_object(values, self._root)):
                     group.update(ours)
+            elif isinstance(handler, _ByStateDict) and not isinstance(handler, ModelStateHandler):
+                handler.route = Route(self._root)
+                handler.sync()
         super()._sync_values()
 
     def reset(self) -> None:
