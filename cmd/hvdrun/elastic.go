@@ -266,6 +266,8 @@ func serveMembers(ctx context.Context, e *launch.Elastic, kv *store.HashStore, r
 					return m.Leave(now, event.Member, logs.Escape(event.Why))
 				case joblink.Done:
 					return m.Done(now, event.Member)
+				case joblink.Again:
+					return m.Again(now, event.Member)
 				}
 				return elastic.Output{}
 			})

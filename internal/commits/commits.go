@@ -95,6 +95,11 @@ const (
 // another state. Then all ranks get the state of the first rank that has one.
 func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err error) {
 	j.member = rank.ProcessMembership()
+	if j.member != nil {
+		if err := j.member.BeginTraining(ctx); err != nil {
+			return p, err
+		}
+	}
 	mine := make([]int64, numValues)
 	mine[holdsGranted], mine[holdsSaved] = j.granted, j.saved
 	if loose {
@@ -338,5 +343,5 @@ func (j *Job) Done(ctx context.Context) error {
 	if j.member == nil {
 		return nil
 	}
-	return j.member.Tell(ctx, joblink.MemberEvent{Kind: joblink.Done})
+	return j.member.EndTraining(ctx)
 }

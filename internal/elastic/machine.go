@@ -34,7 +34,9 @@ type Machine struct {
 	waitsSince time.Time // when the job began to wait for slots, or the zero time
 	readySince time.Time // when the first process became ready that is not in a roster yet, or the zero time
 	synced     bool      // some process has had the state of the training
-	finished   bool      // the training has returned in a process
+	finished   bool      // the present training has returned in a process
+	closed     bool      // a training has returned in a process, so no process is added any more
+	past       int       // how many trainings there were before the present one
 	ended      bool
 	out        Output
 }
@@ -45,7 +47,8 @@ type member struct {
 	state   state
 	since   uint64 // the generation in which it became a rank, or 0
 	synced  bool   // it has the state of the training
-	done    bool   // the training has returned in the process, so it is no rank of a later roster
+	done    bool   // the present training has returned in the process, so it is no rank of a later roster
+	ran     int    // how many trainings have returned in the process
 	leaving string // why the process has asked to leave, or ""
 	lost    string // how the process has failed or ended before the training had returned in it, or ""
 	missed  bool   // done is set, but other ranks of the newest roster wait for the process
@@ -193,7 +196,32 @@ func (m *Machine) leave(why string, is func(*member) bool) Output {
 func (m *Machine) Done(now time.Time, p Member) Output {
 	m.now = now
 	if k := m.find(p); k != nil && (k.state == active || k.state == outside) {
-		k.done, m.finished = true, true
+		m.closed = true
+		if k.ran++; k.ran > m.past {
+			k.done, m.finished = true, true
+		}
+	}
+	return m.step()
+}
+
+// Again tells that another training begins in process p after Done. Then the training goes on in all ranks,
+// also in those that have not begun the other training yet. But no process is added, because a new one would
+// begin with the first training of its program.
+func (m *Machine) Again(now time.Time, p Member) Output {
+	m.now = now
+	k := m.find(p)
+	if k == nil || k.state != active || k.ran <= m.past {
+		return m.step()
+	}
+	m.past, m.finished = k.ran, false
+	for _, k := range m.members {
+		switch {
+		case k.state < active:
+			m.kill(k)
+		case k.state >= killed && k.lost == "" && !k.done: // finish has killed it
+			k.lost = "was ended with the training before"
+		}
+		k.done = k.ran > m.past || k.missed
 	}
 	return m.step()
 }
@@ -539,7 +567,7 @@ func (m *Machine) finish() {
 // start starts processes at free slots.
 func (m *Machine) start() {
 	slots := m.usable()
-	if m.finished || !m.begun && len(slots) < max(m.cfg.Start, m.cfg.Min) {
+	if m.closed || !m.begun && len(slots) < max(m.cfg.Start, m.cfg.Min) {
 		return
 	}
 	if !m.begun {
@@ -573,18 +601,21 @@ func (m *Machine) leaves(k *member) bool { return k.leaving != "" || !m.offered(
 // form publishes a new roster if one is needed and possible.
 func (m *Machine) form() {
 	ranks, lost, leaving, added := m.next()
+	least := m.cfg.Min
+	if m.closed {
+		least = 1 // no process will be added, so they go on with any number
+	}
 	switch {
 	case m.roster == nil && !m.begun:
 		m.awaitSlots()
-	case m.finished && !lost || !lost && !leaving && !added && (m.roster != nil || len(m.members) > 0):
+	case m.finished && (!lost || len(ranks) == 0),
+		!lost && !leaving && !added && (m.roster != nil || len(m.members) > 0):
 		m.waitsSince = time.Time{}
-	case m.finished && m.synced && !slices.ContainsFunc(ranks, func(k *member) bool { return k.synced }):
-		m.end("the ranks that are left do not have the state of the training: "+m.reason(nil), m.culprit)
-	case m.finished && len(ranks) > 0:
-		m.publish(ranks, lost) // no process will be added any more, so they finish with any number
-	case len(ranks) < m.cfg.Min && m.roster != nil && !lost:
+	case m.finished:
+		m.publish(ranks, lost)
+	case len(ranks) < least && m.roster != nil && !lost:
 		// The ranks of the newest roster go on until there are enough new ones.
-	case len(ranks) < m.cfg.Min:
+	case len(ranks) < least:
 		m.pause(len(ranks))
 	case !lost && !leaving && !m.settled() && (m.cfg.Max == 0 || len(ranks) < m.cfg.Max):
 	case m.roster != nil && m.cfg.ResetLimit >= 0 && m.resets >= m.cfg.ResetLimit:
@@ -634,7 +665,7 @@ func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
 	lost = lost || missed && len(ranks)+len(leaving) > 0
 	for _, k := range m.members {
 		full := m.cfg.Max > 0 && len(ranks)+len(added) >= m.cfg.Max
-		if k.state == waiting && !m.finished && !m.leaves(k) && !full {
+		if k.state == waiting && !m.closed && !m.leaves(k) && !full {
 			added = append(added, k)
 		}
 	}

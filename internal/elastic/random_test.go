@@ -110,6 +110,10 @@ func (j *randomJob) step() (event string) {
 		if j.roster == nil || j.IntN(4) > 0 {
 			return j.step()
 		}
+		if j.IntN(3) == 0 {
+			event, j.out = fmt.Sprintf("%v trains again", p), j.m.Again(j.now, p)
+			break
+		}
 		j.done = j.done || j.ranked[p] && !j.failed[p]
 		event, j.out = fmt.Sprintf("%v is done", p), j.m.Done(j.now, p)
 	case 8, 9:

@@ -30,6 +30,7 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print into tes
 //	leave h2:1 preempted
 //	leave-host h2 preempted
 //	done all                the training has returned
+//	again h1:0              another training begins in a process
 //	wait 10s                time passes
 //	late 10s                time passes without a tick, because the launcher was stopped
 //	places                  prints the topology of the newest roster
@@ -127,6 +128,10 @@ func (p *player) event(words []string) {
 	case "done":
 		for _, k := range p.members(rest, &p.roster.Members) {
 			p.print(p.m.Done(p.now, k))
+		}
+	case "again":
+		for _, k := range p.members(rest, &p.roster.Members) {
+			p.print(p.m.Again(p.now, k))
 		}
 	case "wait":
 		for end := p.now.Add(p.duration(rest[0])); p.now.Before(end); {

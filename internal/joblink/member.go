@@ -46,6 +46,8 @@ const (
 	Leave EventKind = "leave"
 	// Done says that the training has returned in the process.
 	Done EventKind = "done"
+	// Again says that another training begins in the process after Done.
+	Again EventKind = "again"
 )
 
 // MemberEvent is what a process of an elastic job has told.

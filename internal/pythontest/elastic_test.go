@@ -91,6 +91,15 @@ func TestElasticLeave(t *testing.T) {
 		`hvdrun: generation 2: 2 ranks: rank 1 \([^)]*\) leaves: SIGTERM\n`: 1, `hvdrun: generation 3`: 0})
 }
 
+// TestElasticTwice kills a rank in the second training of a program. The others go on, though they are fewer
+// than --min-np, because no process is added after the first training.
+func TestElasticTwice(t *testing.T) {
+	t.Parallel()
+	cmd := elasticNumpyJob(t, []string{"-np", "3", "--min-np", "3"}, "twice")
+	ends(t, cmd, map[string]int{`:done 10 110 2\n`: 2, `hvdrun: generation 2: 2 ranks: rank 1 `: 1,
+		`hvdrun: generation 3`: 0})
+}
+
 // TestElasticTorchSteps kills a rank, and ends the new one with SIGTERM. Each step is a commit, so no rank
 // goes back.
 func TestElasticTorchSteps(t *testing.T) {

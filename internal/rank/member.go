@@ -58,6 +58,7 @@ type Membership struct {
 	ranked bool            // a Start has succeeded
 	async  bool            // Rank.AsyncCompletion of the newest successful Start
 	synced func()          // what Synced does, or nil
+	done   bool            // the training has returned, and no other one has begun
 	newest *elastic.Roster // the newest roster, or nil
 	news   chan struct{}   // closed when newest changes
 	lost   error
@@ -140,6 +141,21 @@ func (m *Membership) Generation() uint64 {
 func (m *Membership) Tell(ctx context.Context, e joblink.MemberEvent) error {
 	_, err := m.link.Tell(ctx, e)
 	return err
+}
+
+// EndTraining tells the launcher that the training has returned in this process.
+func (m *Membership) EndTraining(ctx context.Context) error {
+	m.done = true
+	return m.Tell(ctx, joblink.MemberEvent{Kind: joblink.Done})
+}
+
+// BeginTraining tells the launcher, after EndTraining, that another training begins in this process.
+func (m *Membership) BeginTraining(ctx context.Context) error {
+	if !m.done {
+		return nil
+	}
+	m.done = false
+	return m.Tell(ctx, joblink.MemberEvent{Kind: joblink.Again})
 }
 
 // checkIn tells the launcher that this process can become a rank or, if building is set, that it can when its

@@ -126,6 +126,25 @@ def leave() -> None:
     say("done after", hvd.size())
 
 
+def twice() -> None:
+    """The first process with the local rank 1 dies in the second of two trainings."""
+    hvd.init()
+
+    @elastic.run
+    def run(state, end: int) -> None:
+        while state.step < end:
+            if hvd.local_rank() == 1 and state.step == 105:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.allreduce(np.ones(1))
+            state.step += 1
+            state.commit()
+
+    first, second = State(step=0), State(step=100)
+    run(first, 10)
+    run(second, 110)
+    say("done", first.step, second.step, hvd.size())
+
+
 def own() -> None:
     """The rank with the local rank 1 has an error of its own, and then all ranks contradict each other. Both errors leave the wrapper."""
     hvd.init()
