@@ -439,8 +439,8 @@ typedef enum hvd_training {
 
 /* hvd_elastic_end tells how the training has ended. If it returns HVD_SUCCESS after HVD_TRAINING_CHANGED or
  * HVD_TRAINING_FAILED, the program calls hvd_shutdown, hvd_init and hvd_elastic_join again. Otherwise the training cannot
- * go on: the job is not elastic, or the training has failed three times in a row without a commit though the ranks have
- * not become fewer. Then hvd_elastic_join has failed too. */
+ * go on: the job is not elastic, or the training has failed three times in a row without a commit, each time within a
+ * minute, though the ranks have not become fewer. Then hvd_elastic_join has failed too. */
 hvd_status_t hvd_elastic_end(uint32_t training, hvd_handle_t *handle);
 
 /* Watching. Texts must be freed with hvd_free_text. With a sidecar, hvd_metrics, hvd_dump and hvd_next_stall fail

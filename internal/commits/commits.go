@@ -21,9 +21,14 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
-// maxVain is how often in a row the training may fail because of other ranks without a commit, if the ranks
-// do not become fewer. Fewer ranks are another attempt, and there are only so many.
-const maxVain = 3
+// maxVain is how often in a row the training may fail because of other ranks without a commit, each time
+// within vainTime after Synced, if the ranks do not become fewer. Such failures are probably the program's
+// own. Fewer ranks are another attempt, and there are only so many. Failures after a longer time may be
+// preemptions between commits that are far apart; hvdrun counts them (--reset-limit).
+const (
+	maxVain  = 3
+	vainTime = time.Minute
+)
 
 // Collectives are the operations by which the ranks agree.
 type Collectives interface {
@@ -46,6 +51,7 @@ type Job struct {
 	size           int       // the number of ranks that have joined the generation
 	next           int64     // the number of the commit that all ranks have after Synced
 	failed         bool      // the training has failed since the last Synced
+	began          time.Time // when Synced was called after the last Join, or the zero time
 	stopped        time.Time // when the training has ended since the last Synced, or the zero time
 	sources        []int     // the result of Sources
 	vain           int       // how often it has failed since the last commit, or since there are so few ranks
@@ -109,13 +115,13 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	if err != nil {
 		return p, err
 	}
-	j.size = len(all) / numValues
+	j.size, j.began = len(all)/numValues, time.Time{}
 	switch {
 	case j.smallest == 0 || j.size < j.smallest:
 		j.smallest, j.vain = j.size, 0
 	case j.vain >= maxVain:
-		j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, with %d ranks: %w",
-			j.vain, j.size, j.failure)
+		j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, each time within %v, "+
+			"with %d ranks: %w", j.vain, vainTime, j.size, j.failure)
 		return p, j.over
 	}
 	newest, anyLoose := int64(0), false
@@ -184,7 +190,7 @@ func (j *Job) Sources() []int { return j.sources }
 
 // Synced tells that all ranks have done what the Plan of Join says. They have the same commit now.
 func (j *Job) Synced(ctx context.Context, c Collectives) error {
-	j.granted, j.failed = j.next, false
+	j.granted, j.failed, j.began = j.next, false, time.Now()
 	e := joblink.MemberEvent{Kind: joblink.Synced}
 	if !j.stopped.IsZero() {
 		e.Stopped = time.Since(j.stopped)
@@ -333,6 +339,9 @@ func (j *Job) Failed(err error, ofRanks bool) error {
 		return err
 	}
 	j.vain++
+	if !j.began.IsZero() && time.Since(j.began) >= vainTime {
+		j.vain = 0
+	}
 	j.failed, j.failure = true, err
 	j.stop()
 	return nil

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/rank"
@@ -178,11 +179,13 @@ func TestFailed(t *testing.T) {
 	}
 }
 
-// The training may fail three times in a row, and more often if the ranks become fewer each time.
+// The training may fail three times in a row, and more often if the ranks become fewer each time, or if it
+// has gone on for a minute before.
 func TestFailedTooOften(t *testing.T) {
 	died := errors.New("rank 1 has failed")
 	for name, c := range map[string]struct {
-		events []int // commit, check, change, or the number of ranks that join, first and after each failure
+		// commit, check, change, minute, or the number of ranks that join, first and after each failure
+		events []int
 		want   bool
 	}{
 		"as many ranks":       {[]int{4, 4, 4, 4}, false},
@@ -193,11 +196,17 @@ func TestFailedTooOften(t *testing.T) {
 		"a commit":            {[]int{4, 4, 4, commit, 4, 4}, true},
 		"a check":             {[]int{4, 4, 4, check, 4}, false},
 		"a change":            {[]int{4, 4, 4, change, 4, 4}, true},
+		"a minute each time":  {[]int{4, minute, 4, minute, 4, minute, 4, minute, 4}, true},
+		"a minute once":       {[]int{4, 4, 4, minute, 4, 4, 4, 4}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			j := &Job{}
 			join := func(size int) error {
-				_, err := j.Join(t.Context(), ranks{all: make([]int64, size*numValues)}, false)
+				c := ranks{all: make([]int64, size*numValues)}
+				_, err := j.Join(t.Context(), c, false)
+				if err == nil {
+					err = j.Synced(t.Context(), c)
+				}
 				j.member = new(rank.Membership)
 				return err
 			}
@@ -211,6 +220,8 @@ func TestFailedTooOften(t *testing.T) {
 					_, err = j.Count(j.Ballot(Commit, 0) * int64(j.size))
 				case check:
 					_, err = j.Count(j.Ballot(Changes, 0) * int64(j.size))
+				case minute:
+					j.began = j.began.Add(-time.Minute)
 				case change:
 					j.Changed()
 					err = join(5)
@@ -232,6 +243,7 @@ const (
 	commit = -1 - iota
 	check
 	change
+	minute // passes
 )
 
 // A vote counts only if all ranks have voted and have done the same. It has the changes of all ranks.

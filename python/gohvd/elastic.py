@@ -258,7 +258,7 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
     If ranks have failed, or commit has raised HostsUpdatedInterrupt, the wrapper calls reset, which leaves the job and
     joins it again, and begins again with the state of the last commit, or with the present state after an interrupt.
     All other errors leave the wrapper, also a MismatchError, and one of ranks that have failed three times in a row
-    without a commit though they did not become fewer. If the launcher has removed this process, the wrapper ends it.
+    without a commit, each time within a minute, though they did not become fewer. If the launcher has removed this process, the wrapper ends it.
     All ranks may call several such functions, one after the other. After the first one, no process is added.
 
     If step is set, each step of a DistributedOptimizer is a commit, without a copy of the state (docs/elastic.md).
