@@ -586,6 +586,8 @@ class Engine:
         self._submitting: Any = quick  # with a sidecar it is waiting, because a submission may wait for the sidecar
         self.before_step: Callable[[], None] | None = None
         """A function that optimizers call when the gradients are reduced, before they change the parameters."""
+        self.before_training: list[Callable[[], None]] = []
+        """Functions that elastic.run calls before the process joins the training."""
         self.before_again: list[Callable[[], None]] = []
         """Functions that elastic.run calls before it calls the training function again."""
         self.at_shutdown: list[Callable[[], None]] = []

@@ -271,6 +271,8 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
         state._by_steps = step
         _engine_.before_step = state._vote_for_step if step else None
         try:
+            for f in _engine_.before_training:
+                f()
             was_rank = reset_before = False
             while True:
                 try:

@@ -140,6 +140,7 @@ def train(kind: str, victim: str, where: str) -> None:
         gc.collect()
         assert used is None or used() is None, "the tensor of an operation that has failed is kept"
         say("begins at step", state.step)
+        twin = make()  # its parameters have the same names, and its gradients are in flight at the same time
         while state.again < 20:
             if armed and state.step == 10:
                 armed = False
@@ -150,8 +151,11 @@ def train(kind: str, victim: str, where: str) -> None:
             tensor = torch.ones(1000)
             used = weakref.ref(tensor)
             handle = hvd.allreduce_async_(tensor, name="used")
+            twin["model"](torch.ones(1, 20)).sum().backward()
             step(state)
             hvd.synchronize(handle)
+            twin["optimizer"].step()
+            twin["optimizer"].zero_grad()
             digests = hvd.allgather_object(digest(state))
             assert digests == [digests[0]] * hvd.size(), digests
             state.least = min(state.least, hvd.size())

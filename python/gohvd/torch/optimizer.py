@@ -42,6 +42,24 @@ _Groups = None | int | list[list[torch.Tensor]]
 _names_given: dict[tuple[int, str], int] = {}
 _engine.engine.at_shutdown.append(_names_given.clear)
 
+# Those of the optimizers that were made before the training function of an elastic job. They keep their names when the
+# ranks change. New ranks make them too, but have not made those that were made in the function before the change.
+_names_before: dict[tuple[int, str], int] = {}
+
+
+def _keep_names() -> None:
+    _names_before.clear()
+    _names_before.update(_names_given)
+
+
+def _give_names_again() -> None:
+    for key, times in _names_before.items():
+        _names_given.setdefault(key, times)
+
+
+_engine.engine.before_training.append(_keep_names)
+_engine.engine.before_again.append(_give_names_again)
+
 _living: weakref.WeakSet[_Distributed] = weakref.WeakSet()
 
 
