@@ -206,6 +206,21 @@ class Modules(RanksTest):
             importlib.import_module("horovod.tensorflow.keras")
         self.assertIsNone(importlib.util.find_spec("horovod.no_such_module"))
 
+    def test_spark(self) -> None:
+        """The arguments of horovod.spark.run have Horovod's order."""
+        with mock.patch("gohvd.spark", create=True) as spark, mock.patch.dict(sys.modules, {"gohvd.spark": spark}):
+            from horovod.spark import run
+
+            env = {"A": "b"}
+            run(max, (1,), {}, 2, 3.0, False, True, None, env, sys.stdout, sys.stderr, 2, {"eth0"}, True)
+            spark.run.assert_called_once_with(
+                max, (1,), {}, 2, 3.0, {"HOROVOD_GLOO_IFACE": "eth0", "A": "b"}, sys.stdout, sys.stderr, 2, True
+            )
+            with self.assertRaisesRegex(ValueError, "omit use_mpi"):
+                run(max, use_mpi=True)
+            with self.assertRaisesRegex(ValueError, "PYSPARK_PYTHON"):
+                run(max, executable=sys.executable)
+
     def test_threads(self) -> None:
         from horovod.runner.util import threads
 
