@@ -391,6 +391,11 @@ class RayTest(RayCluster):
         executor._serve([f"ray@{HOSTS[0]}", "hvdrun"], None, answer)
         self.assertIn(b"the last agent on this node has not ended", answer.getvalue())
 
+    def test_elastic_trouble_with_ray(self) -> None:
+        with unittest.mock.patch.object(ray, "nodes", side_effect=ConnectionError("no route\nto Ray")):
+            with self.assertRaisesRegex(RuntimeError, "asking Ray for its nodes: ConnectionError: no route to Ray"):
+                self.elastic().run(place)
+
     def test_elastic_bad_input(self) -> None:
         with self.assertRaisesRegex(RuntimeError, r"waiting for slots: got \d, want at least 5, after 2s"):
             self.elastic(5, elastic_timeout=2).run(place)

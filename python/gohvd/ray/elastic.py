@@ -304,7 +304,12 @@ class ElasticRayExecutor:
             outgoing.write(json.dumps(error).encode() + b"\n")
 
         if not words:
-            hosts = self._find()
+            try:
+                hosts = self._find()
+            except Exception as e:
+                # hvdrun tells the last line of an error.
+                answer(f"asking Ray for its nodes: {type(e).__name__}: {' '.join(str(e).split())}")
+                return
             answer(None)
             outgoing.write("".join(f"{_USER}{_bracketed(host)}:{n}\n" for host, n in hosts.items()).encode())
             return
