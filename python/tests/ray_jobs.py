@@ -54,6 +54,17 @@ def facts() -> tuple[tuple[int, ...], str, str | None]:
     return mine[:2], os.environ["OMP_NUM_THREADS"], os.environ.get("LD_LIBRARY_PATH")
 
 
+@ray.remote(num_cpus=0)
+def in_a_group(workers: int) -> list[Any]:
+    settings = RayExecutor.create_settings(timeout_s=_LIMIT_SECONDS, placement_group_timeout_s=60 if workers == 4 else 3)
+    executor = RayExecutor(settings, num_workers=workers)
+    executor.start()
+    try:
+        return executor.run(place)
+    finally:
+        executor.shutdown()
+
+
 def end_without_result() -> int:
     """Trains, and then ends the process of rank 1."""
     hvd.init()
@@ -279,6 +290,19 @@ class RayTest(RayCluster):
                 executor.start()
         self.executor(num_workers=4)  # nothing holds the places
 
+    def test_current_placement_group(self) -> None:
+        """The program is a task in a group that holds all CPUs."""
+        group = ray.util.placement_group([{"CPU": 1}] * 4)
+        self.addCleanup(ray.util.remove_placement_group, group)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        for workers in 4, 5:
+            ref = in_a_group.options(scheduling_strategy=strategy).remote(workers)
+            if workers == 4:
+                self.assertEqual([r[:4] for r in ray.get(ref)], [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)])
+                continue
+            with self.assertRaisesRegex(TimeoutError, r"placement group had places for \d workers within 3 s, want 5"):
+                ray.get(ref)
+
     def test_horovods_module(self) -> None:
         import horovod.ray
 
@@ -291,7 +315,8 @@ class RayTest(RayCluster):
     def test_arguments(self) -> None:
         for create_settings in RayExecutor.create_settings, ElasticRayExecutor.create_settings:
             self.assertEqual(create_settings(nics="eth0"), create_settings(nics=["eth0"]))
-        for args in {}, {"num_workers": 1, "num_hosts": 1}, {"num_workers": 0}, {"num_workers": 1, "gpus_per_worker": 1}:
+        bad = {"num_workers": 1, "min_workers": 1}
+        for args in {}, {"num_workers": 1, "num_hosts": 1}, {"num_workers": 0}, {"num_workers": 1, "gpus_per_worker": 1}, bad:
             self.assertRaises(ValueError, RayExecutor, None, **args)
 
     def test_other_version(self) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    get_current_placement_group, placement_group, placement_group_table, remove_placement_group,
+)  # fmt: skip
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .. import __version__, _engine, _exit, _meeting
@@ -36,6 +38,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _addresses(nodes: list[str]) -> list[str]:
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return [address[node] for node in nodes]
+
+
 @dataclasses.dataclass
 class Settings:
     """The settings of an executor (``RayExecutor.create_settings``)."""
@@ -48,12 +55,15 @@ class Settings:
 class _Worker:
     """The Ray actor that is one rank. Its methods run one after the other in the main thread of its process."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._name = f"rank {rank} of {size}"
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._executable: Any = None
 
     def __repr__(self) -> str:
         return self._name  # Ray prints it before the output of the process and in its errors
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
     def version(self) -> str:
         return __version__
@@ -89,6 +99,9 @@ class RayExecutor:
     Give either num_workers, and Ray places them on as few nodes as possible, or num_hosts, and each of so many nodes
     gets num_workers_per_host. With use_gpu each worker has gpus_per_worker GPUs, by default one, and
     ``torch.cuda.set_device(hvd.local_rank())`` selects its first if there is one for each.
+
+    In a task or an actor with a placement group, such as a trial of Ray Tune, num_workers workers are placed in this
+    group, unless use_current_placement_group is False.
     """
 
     @staticmethod
@@ -105,7 +118,10 @@ class RayExecutor:
     def __init__(
         self, settings: Settings | None = None, num_workers: int | None = None, num_hosts: int | None = None,
         num_workers_per_host: int = 1, cpus_per_worker: int = 1, use_gpu: bool = False, gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True, min_workers: int | None = None,
     ) -> None:  # fmt: skip
+        if min_workers is not None:
+            raise ValueError(f"got min_workers {min_workers}: for an elastic job, use gohvd.ray.ElasticRayExecutor")
         if (num_workers is None) == (num_hosts is None):
             raise ValueError(f"got num_workers {num_workers} and num_hosts {num_hosts}, want one of them")
         if gpus_per_worker and not use_gpu:
@@ -117,6 +133,7 @@ class RayExecutor:
             raise ValueError(f"got {self.num_workers} workers, want at least 1")
         self._strategy = "PACK" if num_hosts is None else "STRICT_SPREAD"
         self._resources = {"CPU": cpus_per_worker, "GPU": (gpus_per_worker or 1) if use_gpu else 0}
+        self._use_current = use_current_placement_group and num_hosts is None
         self._group: Any = None
         self._store: _meeting.Store | None = None
         self._workers: list[Any] = []
@@ -129,7 +146,7 @@ class RayExecutor:
         """Starts the workers. Each gets the variables in extra_env_vars, and makes an object of executable_cls for
         ``execute``. Raises TimeoutError if the cluster has no places for the workers.
         """
-        if self._group is not None:
+        if self._workers:
             raise RuntimeError("gohvd: the executor is already started: call shutdown() first")
         try:
             self._place()
@@ -147,6 +164,10 @@ class RayExecutor:
                 "gohvd: the workers cannot reach a driver that uses Ray Client: submit the program with ray job submit, or "
                 "make the executor in a remote function with num_cpus=0"
             )
+        current = get_current_placement_group() if self._use_current else None
+        if current is not None:
+            self._place_in(current)
+            return
         bundle = {kind: n * self._per_bundle for kind, n in self._resources.items() if n}
         bundles = [bundle] * (self.num_workers // self._per_bundle)
         self._group = placement_group(bundles, strategy=self._strategy)
@@ -158,18 +179,34 @@ class RayExecutor:
                 f"{ray.available_resources()}"
             )
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         order = _meeting.by_host([nodes[i] for i in range(len(bundles))])
         places = [i for i in order for _ in range(self._per_bundle)]
-        self._hosts = [address[nodes[i]] for i in places]
-        cls = ray.remote(_Worker)
-        cpus, gpus = self._resources["CPU"], self._resources["GPU"]
+        self._hosts = _addresses([nodes[i] for i in places])
         self._workers = [
-            cls.options(
-                num_cpus=cpus, num_gpus=gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, i)
-            ).remote(rank, self.num_workers)
-            for rank, i in enumerate(places)
+            self._worker(f"rank {rank} of {self.num_workers}", self._group, i) for rank, i in enumerate(places)
         ]
+
+    def _place_in(self, group: Any) -> None:
+        """Places the workers in a group of which other actors may have parts, so Ray chooses the bundles."""
+        self._workers = [self._worker(f"one of {self.num_workers} ranks", group, -1) for _ in range(self.num_workers)]
+        nodes = [w.node.remote() for w in self._workers]
+        limit = self._settings.placement_group_timeout_s
+        done, late = ray.wait(nodes, num_returns=len(nodes), timeout=limit)
+        if late:
+            raise TimeoutError(
+                f"gohvd: the current placement group had places for {len(done)} workers within {limit} s, want "
+                f"{len(nodes)}, each with {self._resources}: its bundles are {group.bundle_specs}. To place them outside it, "
+                "set use_current_placement_group=False"
+            )
+        found = ray.get(nodes)
+        order = _meeting.by_host(found)
+        self._workers = [self._workers[i] for i in order]
+        self._hosts = _addresses([found[i] for i in order])
+
+    def _worker(self, name: str, group: Any, bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle)
+        cpus, gpus = self._resources["CPU"], self._resources["GPU"]
+        return ray.remote(_Worker).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote(name)
 
     def _join(self, extra: dict[str, str]) -> None:
         """Tells the workers of which job they are. The secret is an argument of a method, which Ray does not show. The
