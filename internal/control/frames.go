@@ -41,7 +41,7 @@ func (f *frames) fill() bool {
 	}
 	if len(f.buf) == cap(f.buf) {
 		// Grow the buffer only as bytes arrive, because the announced length of a frame may be wrong.
-		f.buf = slices.Grow(f.buf, readStep)
+		f.buf = slices.Grow(f.buf, min(max(cap(f.buf), firstStep), readStep))
 	}
 	n, err := f.conn.TryRead(f.buf[len(f.buf):cap(f.buf)])
 	f.short = n > 0 && n < cap(f.buf)-len(f.buf) && err == nil

@@ -67,7 +67,8 @@ type Config struct {
 type Links struct {
 	cfg Config
 	all []*link
-	// routes has by rank the link over which this rank reaches it, or nil.
+	// routes has by rank the link over which this rank reaches it, or nil. It is empty if this rank sends
+	// frames only to rank 0 or to its leader.
 	routes []*link
 	polled []*frames // the received frames of each link
 	unread bool      // whether polled has bytes that Receive has not seen
@@ -115,6 +116,9 @@ func (l *Links) peers() (peers []topo.Rank) {
 
 // setRoutes determines over which link this rank reaches each other rank.
 func (l *Links) setRoutes() {
+	if l.cfg.Rank != 0 && len(l.all) == 1 {
+		return
+	}
 	l.routes = make([]*link, l.cfg.Size)
 	for _, k := range l.all {
 		l.routes[k.peer] = k
