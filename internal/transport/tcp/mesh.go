@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strings"
 	"time"
 
 	"go.uber.org/zap"
@@ -21,13 +22,40 @@ type Mesh struct {
 	job   [16]byte
 	epoch uint64
 	rank  topo.Rank
-	addrs []string // guarded by e.mu when the Mesh is in use
+	size  int       // number of ranks
+	addrs addresses // guarded by e.mu when the Mesh is in use
 	lanes map[transport.Lane]*lane
 	poll  *poller // polls the Control lane
 	// checks is set when the goroutine that checks connections was started.
 	checks bool
 	// released is the set of released lanes. The map lanes does not contain them.
 	released transport.LaneSet
+}
+
+// addresses holds the addresses of all ranks in one text: in a large job, strings of their own would take
+// most of the memory of a Mesh.
+type addresses struct {
+	text string
+	ends []uint32 // by rank, the end of the address in text
+}
+
+func newAddresses(addrs []string) addresses {
+	a := addresses{text: strings.Join(addrs, ""), ends: make([]uint32, len(addrs))}
+	end := 0
+	for r, addr := range addrs {
+		end += len(addr)
+		a.ends[r] = uint32(end)
+	}
+	return a
+}
+
+// of returns the address of rank r.
+func (a *addresses) of(r topo.Rank) string {
+	begin := uint32(0)
+	if r > 0 {
+		begin = a.ends[r-1]
+	}
+	return a.text[begin:a.ends[r]]
 }
 
 // lane holds the channels of one lane.
@@ -54,23 +82,23 @@ type wait struct {
 // Learn sets the addresses of all ranks. If the Mesh was made without some of the addresses, Learn must be
 // called.
 func (m *Mesh) Learn(addrs []string) error {
-	if len(addrs) != len(m.addrs) {
+	if len(addrs) != m.size {
 		return fmt.Errorf("tcp: connect: got %d addresses, want %d, one for each rank", len(addrs),
-			len(m.addrs))
+			m.size)
 	}
 	if err := checkAddrs(addrs, m.rank, false); err != nil {
 		return err
 	}
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
-	copy(m.addrs, addrs)
+	m.addrs = newAddresses(addrs)
 	return nil
 }
 
 func (m *Mesh) addr(peer topo.Rank) string {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
-	return m.addrs[peer]
+	return m.addrs.of(peer)
 }
 
 // lane returns the lane with the number id. If the lane does not exist, lane creates it. For a released lane,
@@ -123,9 +151,9 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 // the lower rank ends, the attempt to connect continues for up to Config.DialTimeout, because this rank
 // cannot know whether the peer has already accepted. A later call of Conn waits for the same attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
-	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
+	if peer < 0 || int(peer) >= m.size || peer == m.rank {
 		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want a rank from 0 to %d other than this rank, %d",
-			id, peer, len(m.addrs)-1, m.rank)
+			id, peer, m.size-1, m.rank)
 	}
 	m.e.mu.Lock()
 	l := m.lane(id)

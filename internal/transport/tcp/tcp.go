@@ -18,7 +18,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"sync"
 	"time"
 
@@ -197,7 +196,8 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		job:   hashJob(ep.Job),
 		epoch: ep.Epoch,
 		rank:  ep.Rank,
-		addrs: slices.Clone(ep.Addrs),
+		size:  len(ep.Addrs),
+		addrs: newAddresses(ep.Addrs),
 		lanes: make(map[transport.Lane]*lane),
 	}
 	// Grow the limit, because all ranks may dial this rank at once.
