@@ -11,19 +11,9 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// blocks has the sizes of the blocks of an alltoall.
-type blocks struct {
-	counts   [][]int64 // counts[i][k] is the number of bytes from member i to member k
-	received []int64   // the number of bytes from each member to this rank
-}
-
-func newBlocks(n int) blocks {
-	s := blocks{counts: make([][]int64, n)}
-	for i := range s.counts {
-		s.counts[i] = make([]int64, n)
-	}
-	return s
-}
+// blocks has, for each member, the block for this rank in an alltoall: its size, and its offset in the buffer
+// of the member.
+type blocks struct{ received, offsets []int64 }
 
 // startAlltoall starts an exchange in which every rank has a block for every other rank. At first only the
 // sender of a block knows the size of the block. In step t, a rank stages part t of each of its blocks.
@@ -42,7 +32,10 @@ func (b *Backend) startAlltoall() error {
 	if total := b.plan.ends[n-1]; total != int64(len(in)) {
 		return fmt.Errorf("got blocks of %d bytes in total, want %d, the size of the input", total, len(in))
 	}
-	copy(b.blocks.counts[b.me], counts)
+	if b.blocks.received == nil {
+		b.blocks = blocks{make([]int64, n), make([]int64, n)}
+	}
+	b.blocks.received[b.me], b.blocks.offsets[b.me] = counts[b.me], b.plan.ends[b.me]-counts[b.me]
 	if n == 1 {
 		b.state = done
 		return b.allocate()
@@ -117,52 +110,58 @@ func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 // maxMembers is the largest number of members whose counts fit in a table.
 const maxMembers = (tableBytes - tableHeader - extentBytes) / 8
 
-// readCounts reads from the peers' tables how many bytes every rank sends to every other rank, and computes
-// the number of steps.
+// readCounts reads from the peers' tables how many bytes every rank sends to every other rank, keeps those
+// for this rank, and computes the number of steps.
 func (b *Backend) readCounts() error {
-	steps := 0
+	var largest int64 // the size of the largest block of all that a rank has for another one
 	for i := range b.peers {
-		if i != b.me {
-			table := tableOf(b.peers[i].segment, b.turn)
-			var total int64
-			for k := range b.blocks.counts[i] {
-				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
-				if c < 0 || c > math.MaxInt64-total {
-					return b.peerError(i,
-						fmt.Errorf("got a block of %d bytes, want at least 0, and at most %d bytes in all blocks", c,
-							int64(math.MaxInt64)))
+		if i == b.me {
+			for k, c := range b.op.Counts {
+				if k != i {
+					largest = max(largest, c)
 				}
-				total += c
-				b.blocks.counts[i][k] = c
 			}
-			b.chunkOwner = i
-			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
-				return b.peerError(i, err)
-			}
-			// pullBlocks reads only the first extent, so this extent must cover the whole buffer.
-			if n := len(b.layouts[i].extents); n > 1 {
-				return b.peerError(i, fmt.Errorf("the peer violated the protocol: it described its alltoall input as %d memory ranges, want 1", n))
-			}
+			continue
 		}
-		for k, c := range b.blocks.counts[i] {
-			if k != i && c > 0 {
-				steps = max(steps, int((c-1)/b.plan.column)+1)
+		table := tableOf(b.peers[i].segment, b.turn)
+		var total int64
+		for k := range b.peers {
+			c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
+			if c < 0 || c > math.MaxInt64-total {
+				return b.peerError(i,
+					fmt.Errorf("got a block of %d bytes, want at least 0, and at most %d bytes in all blocks", c,
+						int64(math.MaxInt64)))
 			}
+			if k == b.me {
+				b.blocks.received[i], b.blocks.offsets[i] = c, total
+			}
+			if k != i {
+				largest = max(largest, c)
+			}
+			total += c
+		}
+		b.chunkOwner = i
+		if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
+			return b.peerError(i, err)
+		}
+		// pullBlocks reads only the first extent, so this extent must cover the whole buffer.
+		if n := len(b.layouts[i].extents); n > 1 {
+			return b.peerError(i, fmt.Errorf("the peer violated the protocol: it described its alltoall input as %d memory ranges, want 1", n))
 		}
 	}
-	b.running.steps = steps
+	b.running.steps = 0
+	if largest > 0 {
+		b.running.steps = int((largest-1)/b.plan.column) + 1
+	}
 	return nil
 }
 
 // allocate computes how many bytes this rank gets from each rank, and calls Allocate for the output buffer.
 // Then it copies this rank's block for itself to the output buffer.
 func (b *Backend) allocate() error {
-	b.blocks.received = b.blocks.received[:0]
 	// This rank's own block is counted first, so that an overflow is always caused by a peer.
-	total := b.blocks.counts[b.me][b.me]
-	for i := range b.blocks.counts {
-		c := b.blocks.counts[i][b.me]
-		b.blocks.received = append(b.blocks.received, c)
+	total := b.blocks.received[b.me]
+	for i, c := range b.blocks.received {
 		if i == b.me {
 			continue
 		}
@@ -180,16 +179,8 @@ func (b *Backend) allocate() error {
 		return err
 	}
 	b.running.out = out
-	copy(out[b.blocks.outputOffset(b.me):][:b.blocks.received[b.me]], b.op.Buf[b.blocks.offset(b.me, b.me):])
+	copy(out[b.blocks.outputOffset(b.me):][:b.blocks.received[b.me]], b.op.Buf[b.blocks.offsets[b.me]:])
 	return nil
-}
-
-// offset returns the offset in member i's buffer at which the block for member k begins.
-func (s *blocks) offset(i, k int) (begin int64) {
-	for _, c := range s.counts[i][:k] {
-		begin += c
-	}
-	return begin
 }
 
 // stageBlocks copies the blocks for other ranks to the staging area. It copies only the part of each block
@@ -202,7 +193,7 @@ func (b *Backend) stageBlocks(t int) {
 	}
 	stage := stagingAt + int64((b.stage+t)%stages)*b.plan.stageBytes
 	var begin int64
-	for k, c := range b.blocks.counts[b.me] {
+	for k, c := range b.op.Counts {
 		if from := int64(t) * column; k != b.me && from < c {
 			part := in[begin+from : begin+min(from+column, c)]
 			b.stager.copy(b.segment[stage+int64(k)*b.plan.stride:][:len(part)], part)
@@ -218,7 +209,7 @@ func (b *Backend) pullBlocks(t int) {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		i := (b.me + k) % n
-		c := b.blocks.counts[i][b.me]
+		c := b.blocks.received[i]
 		from := int64(t) * column
 		if from >= c {
 			continue
@@ -227,7 +218,7 @@ func (b *Backend) pullBlocks(t int) {
 		at := stagingAt + int64((b.stage+t)%stages)*b.plan.stageBytes + int64(b.me)*b.plan.stride
 		src := b.peers[i].segment[at:]
 		if e := &b.layouts[i].extents[0]; !e.in.staged() {
-			src = e.in.mem[e.in.offset+b.blocks.offset(i, b.me)+from:]
+			src = e.in.mem[e.in.offset+b.blocks.offsets[i]+from:]
 		}
 		copy(out[b.blocks.outputOffset(i)+from:][:size], src)
 	}

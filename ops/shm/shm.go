@@ -158,18 +158,15 @@ type peer struct {
 	parked   *uint32
 }
 
-// New returns the backend for the process set whose members are ranks. This rank is ranks[me]. All ranks of
-// the set must share memory, and no other Backend may use the lane. Open or the first operation makes this
-// rank's segment.
+// New returns the backend for the process set whose members are ranks, which the caller does not change
+// afterwards. This rank is ranks[me]. All ranks of the set must share memory, and no other Backend may use the
+// lane. Open or the first operation makes this rank's segment and the lists with an entry for each rank: a job
+// has a Backend for each set, also for those whose members are on several hosts.
 func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
-	n := len(ranks)
 	b := &Backend{
-		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
+		mem: mem, lane: lane, ranks: ranks, me: me, find: cfg.Find,
 		smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
-		spins: spins, yields: yields,
-		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
-		blocks: newBlocks(n),
-		plan:   plan{ends: make([]int64, n), stageBytes: cfg.stage(n)},
+		spins: spins, yields: yields, plan: plan{stageBytes: cfg.stage(len(ranks))},
 	}
 	if b.find == nil {
 		b.find = arena.Find
@@ -231,6 +228,7 @@ func (b *Backend) Open() error {
 	if b.segment != nil {
 		return nil
 	}
+	b.makeLists()
 	others := slices.Delete(slices.Clone(b.ranks), b.me, b.me+1)
 	segment, err := b.mem.Share(b.lane, b.SegmentBytes(), others)
 	if err != nil {
@@ -240,6 +238,14 @@ func (b *Backend) Open() error {
 	b.progress, b.parked = word(segment, progressAt), flag(segment, parkedAt)
 	b.peers[b.me] = peerOf(segment)
 	return nil
+}
+
+// makeLists makes the lists with an entry for each rank, unless they exist.
+func (b *Backend) makeLists() {
+	if n := len(b.ranks); b.peers == nil {
+		b.peers, b.layouts, b.sources = make([]peer, n), make([]layout, n), make([][]byte, n)
+		b.plan.ends = make([]int64, n)
+	}
 }
 
 func peerOf(segment []byte) peer {

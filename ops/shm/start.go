@@ -19,6 +19,7 @@ func (b *Backend) Start(op ops.Operation) error {
 		return b.fail(op.Kind, errNotFinished)
 	}
 	b.op, b.kind, b.state = op, op.Kind, started
+	b.makeLists()
 	if !b.connected && len(b.ranks) > 1 {
 		return nil // the first step with wait set maps the segments
 	}
