@@ -41,6 +41,9 @@ func (t *alltoall) begin() error {
 	if err := t.op.CheckRoot(len(t.steps.ranks)); err != nil {
 		return err
 	}
+	if n := len(t.steps.ranks); t.input == nil {
+		t.input, t.blocks = make(cut, n+1), newBlocks(n)
+	}
 	if err := t.input.by(t.op.Counts, len(t.op.Buf), 1); err != nil {
 		return err
 	}

@@ -23,9 +23,17 @@ const (
 // then by reducing. The ranks that are behind all others wait only for data that was sent by earlier work.
 func (b *Backend) beginDirect(share int) {
 	b.steps.connectAll()
+	b.makeSent()
 	b.share = share
 	seg := b.steps.segment(b.op.DType.Size())
 	b.steps.repeat((b.parts.longest()+seg-1)/seg+1, (*Backend).directRound)
+}
+
+// makeSent makes b.sent if no operation has used it before.
+func (b *Backend) makeSent() {
+	if n := len(b.ranks); b.sent[0] == nil {
+		b.sent = [2][]uint64{make([]uint64, n), make([]uint64, n)}
+	}
 }
 
 func (b *Backend) directRound(s int) error {
@@ -109,6 +117,9 @@ func (b *Backend) gather(r byteRange) []byte {
 
 // combine reduces the contributions to r, of which gather has filled the buffer in, and scales the result.
 func (b *Backend) combine(r byteRange, in []byte) {
+	if b.sources == nil {
+		b.sources = make([][]byte, len(b.ranks))
+	}
 	b.steps.compute((*Backend).combineGathered, action{r: r, in: in})
 }
 

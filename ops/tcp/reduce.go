@@ -65,6 +65,7 @@ func (b *Backend) beginAllreduce() error {
 		b.steps.connectAll()
 		b.steps.repeat((all.to+exchangeBytes-1)/exchangeBytes, (*Backend).exchangeRound)
 	default:
+		b.makeSent()
 		b.steps.repeat((all.to+b.ringChunk()-1)/b.ringChunk()+1, (*Backend).ringRound)
 	}
 	return nil

@@ -117,7 +117,7 @@ type Backend struct {
 	steps   schedule      // the rest of what this rank does in it
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
-	// operation sets the fields that it uses.
+	// operation sets the fields that it uses, and makes those that no operation has used before.
 	parts   cut     // the ranks' parts of the buffer
 	in      scratch // data that was received and is not yet reduced
 	reducer inorder.Reducer
@@ -133,23 +133,16 @@ type Backend struct {
 	adasum   adasumState
 }
 
-// New makes the backend for the process set whose members are ranks. This rank is ranks[me]. Nothing else may
-// use the lane. New makes no channels: an operation makes the channels that it needs, and the backend keeps
-// them.
+// New makes the backend for the process set whose members are ranks, which the caller does not change
+// afterwards. This rank is ranks[me]. Nothing else may use the lane. New makes no channels and no lists with
+// an entry for each rank: an operation makes those that it needs, and the backend keeps them.
 func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
-	n := len(ranks)
-	b := &Backend{
-		ranks: slices.Clone(ranks), me: me,
-		defaultSegment: cfg.SegmentBytes,
-		parts:          make(cut, n+1),
-		sources:        make([][]byte, n),
-		sent:           [2][]uint64{make([]uint64, n), make([]uint64, n)},
-	}
+	b := &Backend{ranks: ranks, me: me, defaultSegment: cfg.SegmentBytes}
 	b.steps = schedule{
-		owner: b, mesh: mesh, lane: lane, ranks: b.ranks, me: me, conns: make([]*stream, n),
+		owner: b, mesh: mesh, lane: lane, ranks: b.ranks, me: me,
 		yielder: shmem.Yielder{Stay: cfg.Oversubscribed},
 	}
-	b.alltoall = alltoall{op: &b.op, steps: &b.steps, input: make(cut, n+1), blocks: newBlocks(n)}
+	b.alltoall = alltoall{op: &b.op, steps: &b.steps}
 	if b.defaultSegment <= 0 {
 		b.defaultSegment = DefaultSegmentBytes
 	}
@@ -188,6 +181,9 @@ func (b *Backend) Start(op ops.Operation) error {
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	}
 	b.op, b.started = op, true
+	if b.steps.conns == nil {
+		b.steps.conns, b.parts = make([]*stream, len(b.ranks)), make(cut, len(b.ranks)+1)
+	}
 	b.steps.begin(cmp.Or(max(op.SegmentBytes, 0), b.defaultSegment))
 	if err := b.begin(); err != nil {
 		return b.fail(err)

@@ -22,6 +22,13 @@ var _ ops.Backend = (*tcp.Backend)(nil)
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// A process set of thousands of ranks may never run an operation on this backend.
+func TestUnusedBackendIsSmall(t *testing.T) {
+	opstest.UnusedIsSmall(t, func(ranks []topo.Rank) ops.Backend {
+		return tcp.New(nil, 0, ranks, 0, tcp.Config{})
+	})
+}
+
 // checkAll checks all collectives, with about numElems elements per rank.
 func checkAll(t *testing.T, c *cluster, reductions []reduction, numElems int) {
 	t.Helper()
