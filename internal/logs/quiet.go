@@ -3,6 +3,7 @@ package logs
 import (
 	"errors"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -38,16 +39,33 @@ func Quiet(log *zap.Logger) *zap.Logger {
 				dropped.Add(1)
 			}
 		}
-		return sampled{zapcore.NewSamplerWithOptions(&core{c, dropped}, tick, perTick, 0,
-			zapcore.SamplerHook(count))}
+		below := &core{c, dropped}
+		return sampled{below, sync.OnceValue(func() zapcore.Core {
+			return zapcore.NewSamplerWithOptions(below, tick, perTick, 0, zapcore.SamplerHook(count))
+		})}
 	}))
 }
 
 // sampled is zap's sampler over a core of this package. The type lets Quiet recognize its own loggers.
-type sampled struct{ zapcore.Core }
+type sampled struct {
+	zapcore.Core
+	// sampler returns the sampler. It has counters of 450 KiB, which are made with the first line, because
+	// every rank has such a logger and most ranks never write to it.
+	sampler func() zapcore.Core
+}
 
 // With implements zapcore.Core.
-func (s sampled) With(fields []zapcore.Field) zapcore.Core { return sampled{s.Core.With(fields)} }
+func (s sampled) With(fields []zapcore.Field) zapcore.Core {
+	return sampled{s.Core.With(fields), sync.OnceValue(func() zapcore.Core { return s.sampler().With(fields) })}
+}
+
+// Check implements zapcore.Core.
+func (s sampled) Check(e zapcore.Entry, ce *zapcore.CheckedEntry) *zapcore.CheckedEntry {
+	if !s.Enabled(e.Level) {
+		return ce
+	}
+	return s.sampler().Check(e, ce)
+}
 
 // core shortens and escapes texts. It adds to a line the number of lines that were dropped before it. Loggers
 // that With has derived share the counter.
