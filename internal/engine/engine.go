@@ -165,6 +165,7 @@ type Engine struct {
 	links  *control.Links
 	handle func(control.Event) error // handleEvent
 	sched  *sched.Scheduler
+	levels int // of leaders (topo.Leaders.Levels)
 
 	// Any goroutine may use these fields.
 	sets     setTable
@@ -282,11 +283,14 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		receives: func(from []topo.Rank) { e.member.Receives(from) },
 	}
 	e.log.Debug("init: connecting to the other ranks")
-	if err := e.connect(ctx); err != nil {
+	// The components share the lists of ranks, which nobody changes.
+	sets, leaders := append([]controller.Set{controller.Global(cfg.Size)}, cfg.Sets...), cfg.leaders()
+	e.levels, e.cfg.Hosts = leaders.Levels(), nil // nothing else needs the hosts
+	if err := e.connect(ctx, sets, leaders); err != nil {
 		return nil, e.abandon(err)
 	}
 	e.startPolling()
-	for _, set := range e.firstSets() {
+	for _, set := range sets {
 		if err := e.sets.add(set); err != nil {
 			return nil, e.quit(err)
 		}
@@ -297,19 +301,14 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 			return nil, e.quit(err)
 		}
 	}
-	e.negotiate()
+	e.negotiate(sets, leaders)
 	go e.BackgroundThreadLoop()
 	return e, nil
 }
 
-// firstSets returns the process sets that exist from the start.
-func (e *Engine) firstSets() []controller.Set {
-	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
-}
-
-// negotiate creates the member, the negotiation and, at rank 0, the coordinator.
-func (e *Engine) negotiate() {
-	sets := e.firstSets()
+// negotiate creates the member, the negotiation and, at rank 0, the coordinator. sets are the process sets
+// that exist from the start.
+func (e *Engine) negotiate(sets []controller.Set, leaders topo.Leaders) {
 	lockstep := e.cfg.Lockstep
 	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool {
 		return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank)
@@ -325,7 +324,7 @@ func (e *Engine) negotiate() {
 			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
 			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
-			Lockstep: lockstep, Leaders: e.cfg.leaders(), Groups: e.cfg.Groups,
+			Lockstep: lockstep, Leaders: leaders, Groups: e.cfg.Groups,
 			Plan: e.exec.Plan,
 		}, 0)
 	}
@@ -368,8 +367,7 @@ func (c *Config) sharesBelow() bool {
 }
 
 // connect opens the control connections, and makes the combiner if this rank leads other ranks.
-func (e *Engine) connect(ctx context.Context) (err error) {
-	leaders := e.cfg.leaders()
+func (e *Engine) connect(ctx context.Context, sets []controller.Set, leaders topo.Leaders) (err error) {
 	e.links, err = control.Open(ctx, control.Config{
 		Rank: e.cfg.Rank, Size: e.cfg.Size, Leaders: leaders, Mesh: e.cfg.Mesh, Sent: e.sched.Sent,
 	})
@@ -380,7 +378,7 @@ func (e *Engine) connect(ctx context.Context) (err error) {
 		e.log.Debug("init: leaders pass on control frames", zap.Int32("leader",
 			int32(leaders.Of(e.cfg.Rank))))
 	}
-	e.combiner = controller.NewCombiner(e.cfg.Rank, leaders, e.firstSets(), 0)
+	e.combiner = controller.NewCombiner(e.cfg.Rank, leaders, sets, 0)
 	if e.combiner != nil {
 		e.leader = &leader{
 			combiner: e.combiner, links: e.links, sched: e.sched, toRoot: e.sendToRoot,
@@ -458,7 +456,7 @@ func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 		}
 		e.depart(expired)
 		e.endFlush()
-		e.awaitEnd(context.Background(), controller.LongestVerdict(e.cfg.leaders().Levels())+expireGrace)
+		e.awaitEnd(context.Background(), controller.LongestVerdict(e.levels)+expireGrace)
 		err := ctx.Err()
 		if p, ok := errors.AsType[*PeerError](e.failure); ok {
 			err = fmt.Errorf("%w: %w", err, p)
