@@ -201,6 +201,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		}
 		return err
 	}
+	r.session.forget()
 	if err := r.Watch.Attach(r.Engine); err != nil {
 		r.Engine.Close()
 		return err

@@ -89,6 +89,7 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if err := s.open(ctx, &cfg); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
+	s.joined.Records = nil // nothing reads them any more
 	return s, nil
 }
 
@@ -126,6 +127,13 @@ func (s *Session) Fail(err error) error {
 		return s.joined.Fail(err) // blame no rank, because another rank may be the cause
 	}
 	return s.joined.Fail(err, s.rank)
+}
+
+// forget drops what is needed only until the engine runs. In a large job, this is most of the memory of s.
+func (s *Session) forget() {
+	if s != nil {
+		s.Hosts, s.Capabilities = nil, nil
+	}
 }
 
 // Close closes everything except the mesh.
@@ -350,9 +358,10 @@ func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger
 		return &memoryError{mesh.UnsharedRanks(),
 			fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 	}
-	for r, lowest := range mesh.Groups() {
+	groups := mesh.Groups()
+	for r, lowest := range groups {
 		if lowest != topo.Rank(r) {
-			s.Memory, s.Groups = mesh, mesh.Groups()
+			s.Memory, s.Groups = mesh, groups
 		}
 	}
 	return nil

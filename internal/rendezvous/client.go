@@ -141,6 +141,7 @@ func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, 
 	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(),
 		Records: make([]Record, c.cfg.Size)}
 	s.Records[s.rank] = c.cfg.Self
+	last := new(Record)
 	for _, i := range sentWith(int(s.rank), c.cfg.Size, s.ring) {
 		body, err := dial.ReadFrame(in, maxRecordBytes)
 		if err != nil {
@@ -149,6 +150,8 @@ func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, 
 		if s.Records[i], err = decodeRecord(body); err != nil {
 			return nil, fmt.Errorf("malformed record of rank %d: %w", i, err)
 		}
+		s.Records[i].share(last)
+		last = &s.Records[i]
 	}
 	return s, nil
 }

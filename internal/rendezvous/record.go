@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"time"
 	"unicode/utf8"
 
@@ -59,6 +61,23 @@ type Memory struct {
 
 // String returns a description of the process for errors.
 func (r Record) String() string { return fmt.Sprintf("pid %d on host %q at %s", r.PID, r.Host, r.Addr) }
+
+// share makes r use the memory of another record for what is equal in both. The ranks of a job have most in
+// common.
+func (r *Record) share(other *Record) {
+	if r.Host == other.Host {
+		r.Host = other.Host
+	}
+	if r.HostID == other.HostID {
+		r.HostID = other.HostID
+	}
+	if maps.Equal(r.Capabilities, other.Capabilities) {
+		r.Capabilities = other.Capabilities
+	}
+	if slices.Equal(r.Processors, other.Processors) {
+		r.Processors = other.Processors
+	}
+}
 
 // JoinConfig configures Join.
 type JoinConfig struct {

@@ -74,6 +74,7 @@ func (s *Session) gather(ctx context.Context, mesh transport.Mesh) ([]Record, er
 		return nil, err
 	}
 	in := bufio.NewReader(prev)
+	last := new(Record)
 	for i := 1; i < size; i++ {
 		if err := next.Send(piece); err != nil {
 			return nil, err
@@ -86,6 +87,8 @@ func (s *Session) gather(ctx context.Context, mesh transport.Mesh) ([]Record, er
 		if records[from], err = decodeRecord(body); err != nil {
 			return nil, fmt.Errorf("malformed record of rank %d, received from rank %d: %w", from, at(-1), err)
 		}
+		records[from].share(last)
+		last = &records[from]
 		piece = dial.SealFrame(append(dial.NewFrame(len(body)), body...))
 	}
 	return records, next.Flush()
