@@ -33,12 +33,15 @@ type process struct {
 	left     int // number of tensors of the step that have not been granted
 	wake     time.Duration
 	busy     time.Duration // the time at which the last turn ends
-	at       time.Duration // the time in the current turn
-	load     Load
-	dead     bool // whether it was killed
-	over     bool // whether it has a verdict
-	up       message.Up
-	parts    []message.Part
+	// The fields below are used with Config.Cores: whether a turn occupies a core, whether the rank then has
+	// something to do again, and whether it waits for a core.
+	runs, again, waits bool
+	at                 time.Duration // the time in the current turn
+	load               Load
+	dead               bool // whether it was killed
+	over               bool // whether it has a verdict
+	up                 message.Up
+	parts              []message.Part
 }
 
 // content counts the votes and the full requests in a frame of a rank.
@@ -114,6 +117,9 @@ func (p *process) turn() {
 	c := &p.j.cfg.Costs
 	now := p.j.now
 	p.at = now
+	if now > p.busy {
+		p.spend(c.Wake, 1) // it has parked after the last turn
+	}
 	p.spend(c.Turn, 1)
 	var begun time.Duration
 	if p.j.cfg.CPU != nil {

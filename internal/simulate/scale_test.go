@@ -95,8 +95,13 @@ func TestScale(t *testing.T) {
 	row("---\t|\t---:\t|\t---:\t|\t---:\t|\t---:")
 	for _, ranks := range slicesUpTo(64, 1024, 4096) {
 		for _, workload := range []*Workload{Small(1), shapes(t, "resnet50")} {
-			c, l, m := memory(t, ranks, workload)
-			row("%s\t|\t%d\t|\t%d KiB\t|\t%d KiB\t|\t%d KiB", workload.Name, ranks, c>>10, l>>10, m>>10)
+			m, err := MeasureMemory(Config{Ranks: ranks, PerHost: 8, Policy: usual(ranks), Workload: workload,
+				Steps: 2, CacheCapacity: 1024, Costs: Measured})
+			if err != nil {
+				t.Fatal(err)
+			}
+			row("%s\t|\t%d\t|\t%d KiB\t|\t%d KiB\t|\t%d KiB", workload.Name, ranks, m.Coordinator>>10,
+				m.Leader>>10, m.Member>>10)
 		}
 	}
 	flush()
@@ -127,43 +132,4 @@ func short(d time.Duration) string {
 		return fmt.Sprintf("%.1f ms", d.Seconds()*1e3)
 	}
 	return fmt.Sprintf("%.2f s", d.Seconds())
-}
-
-// memory returns the memory of each role after two steps. Members share the responses of cached tensors in
-// the simulation, so the result has their part of them.
-func memory(t *testing.T, ranks int, w *Workload) (coordinator, leader, member uint64) {
-	j, err := run(Config{Ranks: ranks, PerHost: 8, Policy: usual(ranks), Workload: w, Steps: 2,
-		CacheCapacity: 1024, Costs: Measured})
-	if err != nil {
-		t.Fatal(err)
-	}
-	heap := func() uint64 {
-		var m runtime.MemStats
-		runtime.GC()
-		runtime.GC()
-		runtime.ReadMemStats(&m)
-		return m.HeapAlloc
-	}
-	j.queue, j.operations, j.loads = nil, nil, nil
-	for _, p := range j.all {
-		p.inbox, p.queued, p.parts = nil, nil, nil
-	}
-	before := heap()
-	j.all[0].coord = nil
-	after := heap()
-	coordinator, before = before-after, after
-	members := uint64(len(j.all))
-	for _, p := range j.all {
-		p.member = nil
-	}
-	after = heap() // a combiner is referred to by its process too
-	member, before = (before-after)/members, after
-	leaders := uint64(0)
-	for _, p := range j.all {
-		if p.combiner != nil {
-			leaders++
-			p.combiner = nil
-		}
-	}
-	return coordinator, (before - heap()) / max(leaders, 1), member
 }

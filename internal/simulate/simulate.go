@@ -48,6 +48,10 @@ type Config struct {
 	CacheCapacity  int
 	Seed           uint64
 	Costs          Costs
+	// Cores is the number of cores that all ranks share: a rank that has something to do waits until a core is
+	// free. The rank that was woken last gets the next free core, because the kernel prefers a process that
+	// has slept to those that have run. If Cores is 0, every rank has a core to itself.
+	Cores int
 	// CPU, if not nil, reads a clock of CPU time, which measures what the state machines use (Load.Real).
 	CPU func() time.Duration
 
@@ -111,6 +115,8 @@ type job struct {
 	now     time.Duration
 	queue   queue
 	seq     uint64
+	free    int        // number of cores on which no rank runs
+	ready   []*process // ranks that wait for a core; the one that was woken last runs first
 	all     []*process
 	hosts   []host
 	leaders topo.Leaders
@@ -171,6 +177,7 @@ const (
 	wake eventKind = iota
 	deliver
 	submit
+	release // the rank has run on a core until now
 )
 
 type queue []event
@@ -208,7 +215,7 @@ func run(cfg Config) (*job, error) {
 	if cfg.Liveness == 0 {
 		cfg.Liveness = 10 * time.Second
 	}
-	j := &job{cfg: cfg, rng: rand.New(rand.NewPCG(cfg.Seed, 0)), digest: fnv.New64a(),
+	j := &job{cfg: cfg, free: cfg.Cores, rng: rand.New(rand.NewPCG(cfg.Seed, 0)), digest: fnv.New64a(),
 		operations: make(map[operation]*running)}
 	j.build()
 	for j.step = range cfg.Steps {
@@ -240,6 +247,12 @@ func (j *job) begin() {
 	j.loads = j.loads[:0]
 	for _, p := range j.all {
 		j.loads = append(j.loads, p.load)
+	}
+	for i := range j.all {
+		p := j.all[i]
+		if j.cfg.Cores > 0 {
+			p = j.all[len(j.all)-1-i] // rank 0 runs first, because it has the grants of the last step first
+		}
 		p.left, p.burst = len(j.cfg.Workload.of(p.rank)), 0
 		late := time.Duration(float64(j.cfg.Backward) * j.cfg.Jitter * j.rng.Float64())
 		if j.cfg.Late > 0 && int(p.rank) == j.cfg.Straggler {
@@ -259,6 +272,10 @@ func (j *job) begin() {
 func (j *job) handle(e event) {
 	j.now = e.at
 	p := e.to
+	if e.kind == release {
+		j.release(p)
+		return
+	}
 	if p.dead {
 		return
 	}
@@ -275,11 +292,56 @@ func (j *job) handle(e event) {
 		}
 		p.wake = controller.Never
 	}
-	if p.busy > j.now {
+	switch {
+	case j.cfg.Cores > 0:
+		j.wait(p)
+	case p.busy > j.now:
 		p.wakeAt(p.busy)
-		return
+	default:
+		p.turn()
 	}
-	p.turn()
+}
+
+// wait makes p run on a core, now or when one is free. If p runs on one, it finds what it has to do when its
+// turn has ended.
+func (j *job) wait(p *process) {
+	switch {
+	case p.runs:
+		p.again = true
+	case p.waits:
+	case j.free > 0:
+		j.free--
+		j.run(p)
+	default:
+		p.waits = true
+		j.ready = append(j.ready, p)
+	}
+}
+
+// run executes a turn of p on a core.
+func (j *job) run(p *process) {
+	p.waits, p.runs, p.again = false, true, false
+	if !p.dead {
+		p.turn()
+	}
+	j.post(event{at: max(p.busy, j.now), to: p, kind: release})
+}
+
+// release ends the time of p on its core. If p has something to do, it goes on without parking. Otherwise the
+// core is for the next rank.
+func (j *job) release(p *process) {
+	p.runs = false
+	switch {
+	case p.again:
+		j.run(p)
+	case len(j.ready) > 0:
+		last := len(j.ready) - 1
+		next := j.ready[last]
+		j.ready = j.ready[:last]
+		j.run(next)
+	default:
+		j.free++
+	}
 }
 
 // trace adds a delivered frame to the digest.
