@@ -34,8 +34,8 @@ type Registration struct {
 	// in host memory.
 	Devices bool
 	// New makes the backend of one process set for the set's lane. The slice ranks lists the members of the
-	// set, and ranks[me] is this rank. Nobody changes the slice, so the backend may keep it. New does not wait
-	// for other ranks.
+	// set, and ranks[me] is this rank. Nobody changes the slice, so the backend may keep it. New does not
+	// wait for other ranks.
 	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
 }
 

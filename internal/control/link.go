@@ -19,8 +19,8 @@ const (
 	// headerBytes is the size of a frame's header: the length of the frame (u32), then the number of the
 	// frame on its connection (u32).
 	headerBytes = 8
-	// firstStep is the size of a receive buffer at first, which has room for the frames of a cached cycle. The
-	// buffer doubles, but grows by at most readStep before more bytes arrive.
+	// firstStep is the size of a receive buffer at first, which has room for the frames of a cached cycle.
+	// The buffer doubles, but grows by at most readStep before more bytes arrive.
 	firstStep = 4 << 10
 	readStep  = 64 << 10
 	// maxKeptBytes is the maximum size of a buffer that is kept for later frames, and maxKeptBuffers is the

@@ -229,8 +229,8 @@ func measureJob(t *testing.T, job partConfig, sizes []int) []partResult {
 	return results
 }
 
-// measured is what a step of a job costs: the processor time of rank 0 and the mean of the others, the time of
-// the step, and the memory of rank 0 and the mean of the others.
+// measured is what a step of a job costs: the processor time of rank 0 and the mean of the others, the time
+// of the step, and the memory of rank 0 and the mean of the others.
 type measured struct {
 	root, other, step     time.Duration
 	rootBytes, otherBytes uint64
@@ -252,7 +252,8 @@ func stepOf(t *testing.T, job partConfig) (m measured) {
 		m.otherBytes += r.Bytes
 	}
 	steps, others := time.Duration(job.Steps), time.Duration(job.Size-1)
-	return measured{results[0].CPU / steps, m.other / steps / others, results[0].Time / steps, results[0].Bytes,
+	root := results[0]
+	return measured{root.CPU / steps, m.other / steps / others, root.Time / steps, root.Bytes,
 		m.otherBytes / uint64(others)}
 }
 
@@ -261,8 +262,8 @@ const mostProcesses = 256
 
 // simulated returns the mean of simulated steps, in which waking a rank costs wake. turns are those of all
 // ranks, and rootTurns those of rank 0.
-func simulated(t *testing.T, job partConfig, policy simulate.Policy, wake time.Duration) (m measured, rootTurns,
-	turns float64) {
+func simulated(t *testing.T, job partConfig, policy simulate.Policy, wake time.Duration) (m measured,
+	rootTurns, turns float64) {
 	t.Helper()
 	costs := simulate.Measured
 	costs.Wake = wake

@@ -56,7 +56,8 @@ type sampled struct {
 
 // With implements zapcore.Core.
 func (s sampled) With(fields []zapcore.Field) zapcore.Core {
-	return sampled{s.Core.With(fields), sync.OnceValue(func() zapcore.Core { return s.sampler().With(fields) })}
+	with := func() zapcore.Core { return s.sampler().With(fields) }
+	return sampled{s.Core.With(fields), sync.OnceValue(with)}
 }
 
 // Check implements zapcore.Core.

@@ -47,9 +47,9 @@ type Costs struct {
 // connection for each rank, l/T/c the same with leaders for 512 ranks, and m/T/c for 8192 ranks on hosts of
 // 128.
 //
-// PartAsk and Ask were measured when leaders still listed the ranks of equal requests, so 512/161/0 gives only
-// their sum now: 64982 / 161 / 512 = 0.79 in a later run, where Measured has 1.07. Wake is 0, because it depends
-// on what else the machine does: TestValidation of internal/engine measures it.
+// PartAsk and Ask were measured when leaders still listed the ranks of equal requests, so 512/161/0 gives
+// only their sum now: 64982 / 161 / 512 = 0.79 in a later run, where Measured has 1.07. Wake is 0, because it
+// depends on what else the machine does: TestValidation of internal/engine measures it.
 //
 // Scan is assumed. Latency, Loopback, BytesPerSecond and Operation are chosen: a data center with 25 Gbit/s.
 var Measured = Costs{

@@ -48,9 +48,9 @@ type Config struct {
 	CacheCapacity  int
 	Seed           uint64
 	Costs          Costs
-	// Cores is the number of cores that all ranks share: a rank that has something to do waits until a core is
-	// free. The rank that was woken last gets the next free core, because the kernel prefers a process that
-	// has slept to those that have run. If Cores is 0, every rank has a core to itself.
+	// Cores is the number of cores that all ranks share: a rank that has something to do waits until a core
+	// is free. The rank that was woken last gets the next free core, because the kernel prefers a process
+	// that has slept to those that have run. If Cores is 0, every rank has a core to itself.
 	Cores int
 	// CPU, if not nil, reads a clock of CPU time, which measures what the state machines use (Load.Real).
 	CPU func() time.Duration

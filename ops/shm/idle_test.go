@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// A job may have dozens of process sets that never run an operation on this backend, such as sets of thousands
-// of ranks of many hosts, so a backend must be small before its first operation.
+// A job may have dozens of process sets that never run an operation on this backend, such as sets of
+// thousands of ranks of many hosts, so a backend must be small before its first operation.
 func TestUnusedBackendIsSmall(t *testing.T) {
 	opstest.UnusedIsSmall(t, func(ranks []topo.Rank) ops.Backend {
 		return shm.New(nil, 0, ranks, 0, shm.Config{})

@@ -159,9 +159,9 @@ type peer struct {
 }
 
 // New returns the backend for the process set whose members are ranks, which the caller does not change
-// afterwards. This rank is ranks[me]. All ranks of the set must share memory, and no other Backend may use the
-// lane. Open or the first operation makes this rank's segment and the lists with an entry for each rank: a job
-// has a Backend for each set, also for those whose members are on several hosts.
+// afterwards. This rank is ranks[me]. All ranks of the set must share memory, and no other Backend may use
+// the lane. Open or the first operation makes this rank's segment and the lists with an entry for each rank:
+// a job has a Backend for each set, also for those whose members are on several hosts.
 func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	b := &Backend{
 		mem: mem, lane: lane, ranks: ranks, me: me, find: cfg.Find,
