@@ -340,6 +340,7 @@ type run struct {
 	mark           string
 	stdout, stderr buffer
 	result         string
+	over           bool // wait has found that no process of the job is left
 }
 
 // markVariable is set in the environment of every process of a job. Its value identifies the job.
@@ -376,8 +377,10 @@ func start(t *testing.T, s spec) *run {
 			r.cmd.Process.Kill()
 			r.cmd.Wait()
 		}
-		for _, p := range r.processes() {
-			unix.Kill(p.pid, unix.SIGKILL)
+		if !r.over {
+			for _, p := range r.processes() {
+				unix.Kill(p.pid, unix.SIGKILL)
+			}
 		}
 		if t.Failed() {
 			t.Logf("stdout:\n%.4000s\nstderr:\n%.4000s", r.stdout.String(), r.stderr.String())
@@ -394,7 +397,9 @@ func (r *run) wait() int {
 	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) })
 	defer late.Stop()
 	r.cmd.Wait()
-	if left := r.processes(); len(left) > 0 {
+	left := r.processes()
+	r.over = len(left) == 0
+	if len(left) > 0 {
 		r.t.Errorf("left running: %v", left)
 	}
 	return r.cmd.ProcessState.ExitCode()
