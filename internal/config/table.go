@@ -609,7 +609,7 @@ var settings = []Setting{
 		Key:     "flight_recorder.enabled",
 		Default: "1",
 		Doc:     "record the operations of the last 10000 tensors in memory, for reports on stalls and failures",
-		Raise:   "Turning it off saves 1.6 MB of memory per rank and a few nanoseconds per tensor.",
+		Raise:   "Turning it off saves up to 1.6 MB of memory per rank and a few nanoseconds per tensor.",
 		kind:    boolOf(func(c *Config) *bool { return &c.FlightRecorder }),
 	},
 	{

@@ -21,18 +21,23 @@ const DefaultOperations = 10000
 // concurrent use. A nil Recorder records nothing.
 type Recorder struct {
 	mu    sync.Mutex
+	room  int // the largest number of slots
 	slots []trace.Record
 	at    int    // the index of the next slot to fill
 	total uint64 // the number of records so far, including overwritten ones
 }
 
-// New returns a recorder with room for the given number of operations, or for 1 if the number is less. It
-// allocates all memory of the recorder, which is 160 bytes per operation. In addition, the names and shapes
-// of the recorded tensors stay in memory until their slots are overwritten.
-func New(operations int) *Recorder { return &Recorder{slots: make([]trace.Record, max(operations, 1))} }
+// firstSlots is the number of slots for which the first record allocates memory.
+const firstSlots = 64
 
-// Record records an operation that has ended. It allocates no memory. It blocks only while another goroutine
-// is in Record, or copies the slots in Dump.
+// New returns a recorder with room for the given number of operations, or for 1 if the number is less. Its
+// memory grows with the recorded operations to 160 bytes for each slot. In addition, the names and shapes of
+// the recorded tensors stay in memory until their slots are overwritten.
+func New(operations int) *Recorder { return &Recorder{room: max(operations, 1)} }
+
+// Record records an operation that has ended. It allocates no memory, except that the slots double a few
+// times until there is room for all. It blocks only while another goroutine is in Record, or copies the slots
+// in Dump.
 func (r *Recorder) Record(op *trace.Operation) {
 	if r == nil {
 		return
@@ -40,8 +45,14 @@ func (r *Recorder) Record(op *trace.Operation) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for i := range op.Records {
+		if n := len(r.slots); n == r.at { // the slots are not all in use yet
+			if n == cap(r.slots) {
+				r.slots = slices.Grow(r.slots, min(max(n, firstSlots), r.room-n))
+			}
+			r.slots = r.slots[:n+1]
+		}
 		r.slots[r.at] = op.Records[i]
-		if r.at++; r.at == len(r.slots) {
+		if r.at++; r.at == r.room {
 			r.at = 0
 		}
 	}
