@@ -523,8 +523,10 @@ typedef struct hvd_exchange {
 
 /* hvd_ps_exchange begins a push or a pull of a worker. While too many requests to a server are not answered
  * (docs/ps.md), it waits for room, also if it gets a handle. With HVD_IN_SLICES and a handle, it waits for 0.05 s at
- * most: one request then goes on waiting in the library, and while it does, a further call returns HVD_PENDING and has
- * begun nothing, so that the program can look at signals and call again. */
+ * most: one request of each thread then goes on waiting in the library, and while it does, a further call of this
+ * thread returns HVD_PENDING and has begun nothing, so that the program can look at signals and call again. hvd_ps_barrier
+ * and hvd_ps_finalize with a barrier first wait until that request has room, and hvd_ps_clock until those of all threads
+ * have. */
 hvd_status_t hvd_ps_exchange(const hvd_exchange_t *exchange, hvd_handle_t *handle);
 
 /* hvd_ps_clock ends an iteration of this worker (docs/ps.md, bounded staleness). */

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"sync/atomic"
+	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -21,10 +23,25 @@ type Node struct {
 	member
 	// With fewer requests in flight, each server has room for another one. It is 0 if that is not known.
 	room int
-	// beginning is full while an Exchange with inSlices calls exchange. Only the call that has filled it
-	// increases the number and the size of such requests in flight.
-	beginning       chan struct{}
-	requests, bytes atomic.Int64
+
+	mu              sync.Mutex
+	requests, bytes int64 // number and size of the requests in flight
+	// beginning has the requests that goroutines begin, by the thread that has called Exchange. Each channel
+	// is closed when its request has begun.
+	beginning map[int]chan struct{}
+}
+
+// waiting returns the requests that goroutines begin for a thread, or for all threads if thread is 0.
+func (n *Node) waiting(thread int) []chan struct{} {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var all []chan struct{}
+	for of, begun := range n.beginning {
+		if thread == 0 || of == thread {
+			all = append(all, begun)
+		}
+	}
+	return all
 }
 
 // Role returns the number of the node's role in the C API, which is that of the group with the same role.
@@ -137,7 +154,7 @@ func (l *Library) StartNode(settings map[string]string) Handle {
 		n, room, err := l.newNode(settings)
 		if err == nil {
 			l.nodeSettings = settings
-			l.node.Store(&Node{member: n, room: room, beginning: make(chan struct{}, 1)})
+			l.node.Store(&Node{member: n, room: room, beginning: make(map[int]chan struct{})})
 		}
 		return err
 	})
@@ -159,7 +176,8 @@ func (l *Library) newNode(settings map[string]string) (_ member, room int, err e
 		return nil, 0, err
 	}
 	n, err := node.Join(context.Background(), settings, nil)
-	return localNode{n}, cfg.PS.WaterMark, err
+	// With replicas, two parts of a request may go to one server, because the other one is dead.
+	return localNode{n}, cfg.PS.WaterMark / (1 + cfg.PS.Replicas), err
 }
 
 // Node returns the node of this process, or a usage error of the function op if there is none.
@@ -172,58 +190,71 @@ func (l *Library) Node(op string) (*Node, error) {
 }
 
 // Exchange begins a push or a pull. It may have to wait until there is room for its messages. If inSlices is
-// set, it waits only for a while. Then one request may go on waiting for room in its own goroutine, and for
-// further ones Exchange returns ErrPending, without an effect.
+// set, it waits only for a while. Then the request may go on waiting for room in its own goroutine, and for
+// further ones of the same thread Exchange returns ErrPending, without an effect.
 func (l *Library) Exchange(x *node.Exchange, inSlices bool) (Handle, error) {
 	n, err := l.Node("exchange")
 	if err != nil {
 		return 0, err
 	}
-	if !inSlices {
-		wait, err := n.exchange(x)
-		if err != nil {
-			return 0, err
-		}
-		return l.start(func(*Result) error { return wait() }), nil
-	}
-	over := time.NewTimer(slice)
-	defer over.Stop()
-	select {
-	case n.beginning <- struct{}{}:
-	case <-over.C:
-		return 0, ErrPending
-	}
 	size := int64(8*len(x.Keys) + len(x.Values))
-	requests, bytes := n.requests.Add(1), n.bytes.Add(size)
-	begin := func() (wait func() error, err error) {
-		wait, err = n.exchange(x)
-		<-n.beginning
-		return wait, err
-	}
 	end := func(wait func() error, err error) error {
 		if err == nil {
 			err = wait()
 		}
-		n.requests.Add(-1)
-		n.bytes.Add(-size)
+		n.mu.Lock()
+		n.requests--
+		n.bytes -= size
+		n.mu.Unlock()
 		return err
 	}
-	// A goroutine for begin would take longer than the rest.
-	if requests <= int64(n.room) && bytes <= roomBytes {
-		wait, err := begin()
+	over := time.NewTimer(slice)
+	defer over.Stop()
+	thread := unix.Gettid()
+	n.mu.Lock()
+	for inSlices && n.beginning[thread] != nil {
+		begun := n.beginning[thread]
+		n.mu.Unlock()
+		select {
+		case <-begun:
+		case <-over.C:
+			return 0, ErrPending
+		}
+		n.mu.Lock()
+	}
+	n.requests++
+	n.bytes += size
+	hasRoom := n.requests <= int64(n.room) && n.bytes <= roomBytes
+	if hasRoom || !inSlices {
+		// While the lock is held, no other request takes the room.
+		if !hasRoom {
+			n.mu.Unlock()
+		}
+		wait, err := n.exchange(x)
+		if hasRoom {
+			n.mu.Unlock()
+		}
 		if err != nil {
-			return 0, end(wait, err)
+			return 0, end(nil, err)
 		}
 		return l.start(func(*Result) error { return end(wait, nil) }), nil
 	}
-	begun := make(chan error, 1)
+	begun := make(chan struct{})
+	n.beginning[thread] = begun
+	n.mu.Unlock()
+	var failure error // valid if begun is closed
 	h := l.start(func(*Result) error {
-		wait, err := begin()
-		begun <- err
+		wait, err := n.exchange(x)
+		failure = err
+		n.mu.Lock()
+		delete(n.beginning, thread)
+		n.mu.Unlock()
+		close(begun)
 		return end(wait, err)
 	})
 	select {
-	case err = <-begun:
+	case <-begun:
+		err = failure
 	case <-over.C:
 	}
 	if err != nil {
@@ -241,23 +272,28 @@ const slice = 50 * time.Millisecond
 
 // Clock ends an iteration of this worker.
 func (l *Library) Clock() Handle {
-	return l.startNode("clock", func(n *Node) error { return n.clock() })
+	// It counts the requests of all threads.
+	return l.startAfter(0, "clock", func(n *Node) error { return n.clock() })
 }
 
 // Barrier waits for all nodes of a group.
 func (l *Library) Barrier(group int) Handle {
-	return l.startNode("barrier", func(n *Node) error { return n.barrier(group) })
+	return l.startAfter(unix.Gettid(), "barrier", func(n *Node) error { return n.barrier(group) })
 }
 
 // Finalize leaves the job of the parameter server. With barrier, it waits for the other nodes before that.
 func (l *Library) Finalize(barrier bool) Handle {
-	return l.startNode("finalize", func(n *Node) error {
+	finalize := func(n *Node) error {
 		l.nodeChanging.Lock()
 		defer l.nodeChanging.Unlock()
 		err := n.finalize(barrier)
 		l.node.CompareAndSwap(n, nil)
 		return err
-	})
+	}
+	if !barrier { // the requests that wait for room fail
+		return l.startNode("finalize", finalize)
+	}
+	return l.startAfter(unix.Gettid(), "finalize", finalize)
 }
 
 // FailNode leaves the job of the parameter server because the program has failed.
@@ -275,6 +311,21 @@ func (l *Library) startNode(op string, f func(*Node) error) Handle {
 		n, err := l.Node(op)
 		if err != nil {
 			return err
+		}
+		return f(n)
+	})
+}
+
+// startAfter starts f when the requests have begun for which Exchange has returned in a thread, or in all
+// threads if thread is 0.
+func (l *Library) startAfter(thread int, op string, f func(*Node) error) Handle {
+	var before []chan struct{}
+	if n := l.node.Load(); n != nil {
+		before = n.waiting(thread)
+	}
+	return l.startNode(op, func(n *Node) error {
+		for _, begun := range before {
+			<-begun
 		}
 		return f(n)
 	})

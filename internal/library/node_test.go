@@ -1,0 +1,86 @@
+package library
+
+import (
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/ps/node"
+	"github.com/gohvd/gohvd/ps"
+)
+
+// fullNode is a node whose requests wait for room until the channel of their app is closed.
+type fullNode struct {
+	member
+	room  []chan struct{} // by app
+	mu    sync.Mutex
+	calls []string
+}
+
+func (n *fullNode) role() ps.Role { return ps.Worker }
+
+func (n *fullNode) called(what string) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.calls = append(n.calls, what)
+	return nil
+}
+
+func (n *fullNode) exchange(x *node.Exchange) (wait func() error, err error) {
+	<-n.room[x.App]
+	return func() error { return nil }, n.called("exchange")
+}
+
+func (n *fullNode) clock() error { return n.called("clock") }
+
+func (n *fullNode) barrier(int) error { return n.called("barrier") }
+
+func (n *fullNode) finalize(bool) error { return n.called("finalize") }
+
+// begin begins a request in this thread, of which none waits for room.
+func begin(t *testing.T, l *Library, app int) Handle {
+	h, err := l.Exchange(&node.Exchange{App: app}, true)
+	if err != nil {
+		t.Error(err)
+	}
+	return h
+}
+
+// TestExchangeWaitsForRoom checks that a request that waits for room holds up the further ones of its thread,
+// but not those of another thread, and that the ends of an iteration and of the job do not overtake it.
+func TestExchangeWaitsForRoom(t *testing.T) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	l := new(Library)
+	n := &fullNode{room: []chan struct{}{make(chan struct{}), make(chan struct{})}}
+	l.node.Store(&Node{member: n, beginning: make(map[int]chan struct{})})
+	handles := []Handle{begin(t, l, 0)}
+	if _, err := l.Exchange(new(node.Exchange), true); err != ErrPending {
+		t.Errorf("a second request got the error %v", err)
+	}
+	var other sync.WaitGroup
+	other.Go(func() {
+		runtime.LockOSThread()
+		close(n.room[1])
+		must(t, l, begin(t, l, 1))
+		must(t, l, l.Barrier(4))
+	})
+	other.Wait()
+	for _, begun := range []func() Handle{l.Clock, func() Handle { return l.Barrier(4) },
+		func() Handle { return l.Finalize(true) }} {
+		h := begun()
+		if err := l.Wait(h, 20*time.Millisecond, nil); err != ErrPending {
+			t.Errorf("a call that must wait got the error %v", err)
+		}
+		handles = append(handles, h)
+	}
+	close(n.room[0])
+	for _, h := range handles {
+		must(t, l, h)
+	}
+	if len(n.calls) != 6 || !slices.Equal(n.calls[:3], []string{"exchange", "barrier", "exchange"}) {
+		t.Errorf("got the calls %q", n.calls)
+	}
+}
