@@ -489,7 +489,8 @@ typedef struct hvd_node {
 } hvd_node_t;
 
 /* hvd_ps_start joins this process to a job of a parameter server as a node. settings are as in hvd_init_options_t. If an
- * earlier call with the same settings has begun that, this one only waits until it is done. */
+ * earlier call with the same settings has succeeded or is in progress, and no other call has used the node, this one only
+ * waits for it. If that one fails, this one starts again. */
 hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hvd_handle_t *handle);
 
 /* hvd_ps_node describes this node. */

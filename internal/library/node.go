@@ -5,6 +5,7 @@ import (
 	"errors"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -23,6 +24,7 @@ type Node struct {
 	member
 	// With fewer requests in flight, each server has room for another one. It is 0 if that is not known.
 	room int
+	used atomic.Bool // a call has used it
 
 	mu              sync.Mutex
 	requests, bytes int64 // number and size of the requests in flight
@@ -140,16 +142,17 @@ func (n *remoteNode) fail(reason string) error {
 }
 
 // StartNode joins this process to a job of a parameter server as a node. If an earlier StartNode with the
-// same settings has done that, for which a program may have stopped waiting, it does nothing.
+// same settings has done that and no call has used the node, it does nothing, because the program has probably
+// stopped waiting for the earlier one.
 func (l *Library) StartNode(settings map[string]string) Handle {
 	return l.start(func(*Result) error {
 		l.nodeChanging.Lock()
 		defer l.nodeChanging.Unlock()
-		if l.node.Load() != nil {
-			if maps.Equal(settings, l.nodeSettings) {
+		if n := l.node.Load(); n != nil {
+			if maps.Equal(settings, l.nodeSettings) && !n.used.Load() {
 				return nil
 			}
-			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already, with other settings")}
+			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already")}
 		}
 		n, room, err := l.newNode(settings)
 		if err == nil {
@@ -185,6 +188,9 @@ func (l *Library) Node(op string) (*Node, error) {
 	n := l.node.Load()
 	if n == nil {
 		return nil, &engine.UsageError{Op: op, Err: errors.New("this process has started no node of a parameter server")}
+	}
+	if !n.used.Load() {
+		n.used.Store(true)
 	}
 	return n, nil
 }

@@ -187,27 +187,34 @@ func TestParameterServerKilled(t *testing.T) {
 // pythonInterruptedNode is a program whose worker 0 is interrupted while it waits for the servers, and starts
 // again. The servers begin when the file of the argument exists.
 const pythonInterruptedNode = `
-import os, signal, sys, threading, time
-from gohvd import ps
+import os, sys, time
+from unittest import mock
+from gohvd import _library, ps
 
 if os.environ["DMLC_ROLE"] == "server":
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.01)
 if os.environ["DMLC_ROLE"] == "worker" and os.environ["DMLC_RANK"] == "0":
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    wait = _library.waiting.hvd_wait
+    def interrupted(*args):
+        if wait(*args) == _library.PENDING:
+            raise KeyboardInterrupt
+        raise AssertionError("the node has started without the servers")
     try:
-        ps.start()
+        with mock.patch.object(_library.waiting, "hvd_wait", interrupted):
+            ps.start()
     except KeyboardInterrupt:
         open(sys.argv[1], "w").close()
 with ps.start() as node:
     try:
-        ps.start({"DMLC_PS_WATER_MARK": "1"})
+        ps.start()
     except ValueError as e:
-        assert "with other settings" in str(e), e
+        assert "is a node already" in str(e), e
         print("node is started", flush=True)
 `
 
-// TestParameterServerInterrupted checks that a start that Ctrl-C has interrupted can be repeated.
+// TestParameterServerInterrupted checks that a start that Ctrl-C has interrupted can be repeated, and that the
+// start of a node that is in use fails.
 func TestParameterServerInterrupted(t *testing.T) {
 	t.Parallel()
 	testnet.NeedTorch(t)
