@@ -41,8 +41,13 @@ from gohvd.torch.distributed._group import _CALLS, _HAS_BACKENDS, Backend
 
 _LIMIT_SECONDS = 300
 
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
 # Whether init_process_group takes a device that is not a GPU.
-_NAMES_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+_NAMES_CPU = _VERSION >= (2, 15)
+
+# Whether torch tells a group that it is destroyed.
+_TELLS_GROUPS = _VERSION >= (2, 3)
 
 # The method of an FSDP module that makes it ask the group for memory, which older versions of torch do not have.
 _ALLOCATE = "set_allocate_memory_from_process_group_for_comm"
@@ -759,6 +764,15 @@ class Works(Ranks):
         future.add_done_callback(lambda _: completed.set())
         self.assertTrue(completed.wait(60))
 
+    def test_many_futures(self) -> None:
+        """The work for each of many operations that have ended does not grow with their number."""
+        calls = [mock.Mock(spec=_engine.Call, stream=None) for _ in range(100)]
+        with _work._finisher._cond:  # the thread sees all operations at once
+            futures = [_work.Operation("all_reduce", [call], []).future([]) for call in calls]
+        for future in futures:
+            future.wait()
+        self.assertLess(sum(call.handle.call_count for call in calls), 5 * len(calls))
+
     def test_tensors_are_freed(self) -> None:
         """A group keeps no tensor of a call that is done, with and without a wait."""
         for wait in (True, False):
@@ -1230,7 +1244,8 @@ class Lives(Ranks):
             dist.all_reduce(torch.ones(2), async_op=True)  # the group keeps the result, because nobody waits for it
             self.assertGreater(len(_work.kept), 0)
             dist.destroy_process_group()
-            self.assertEqual(len(_work.kept), 0)
+            if _TELLS_GROUPS:
+                self.assertEqual(len(_work.kept), 0)
             begin(k)
             x = torch.ones(2)
             dist.all_reduce(x)

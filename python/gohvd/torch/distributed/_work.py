@@ -227,8 +227,13 @@ class _Finisher:
                 while not self._operations:
                     self._cond.wait()
                 # An operation whose handles are missing, because another thread has settled its calls, has ended.
-                handles = [h for operation in self._operations for h in operation.handles()]
-                at = next((i for i, operation in enumerate(self._operations) if operation.ended()), -1)
+                handles: list[int] = []
+                at = -1
+                for i, operation in enumerate(self._operations):
+                    handles += operation.handles()
+                    if operation.ended():
+                        at = i
+                        break
                 if at < 0:
                     gate = self._gate = _library.Gate()
                 else:
