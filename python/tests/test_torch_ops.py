@@ -230,7 +230,8 @@ class Allreduce(RanksTest):
 
         x = torch.full((3,), self.rank + 1.0)
         elsewhere = x.as_subclass(Elsewhere)
-        for got in (hvd.allreduce(elsewhere, op=hvd.Max), hvd.allgather(elsewhere[:1])[-1] * torch.ones(3)):
+        gathered = hvd.allgather(elsewhere[:1].as_subclass(Elsewhere))  # a slice is a plain tensor
+        for got in (hvd.allreduce(elsewhere, op=hvd.Max), gathered[-1] * torch.ones(3)):
             self.equal(got, torch.full((3,), float(self.size)))
         self.assertIs(hvd.allreduce_(elsewhere, op=hvd.Max), elsewhere)
         self.equal(x, torch.full((3,), float(self.size)))
