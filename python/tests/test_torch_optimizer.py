@@ -1023,6 +1023,23 @@ class TheOptimizerItself(OptimizerTest):
             optimizer.step()
             self.same_at_all_ranks(model)
 
+    def test_no_memory_for_copies(self) -> None:
+        """If there is no memory for the gradients in place of those in flight, the next step is as after any other error."""
+        if self.size == 1:
+            self.skipTest("needs another rank")
+        model = network()
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        loss_of(model, batch(0, self.rank)).backward()
+        error = MemoryError("no memory")
+        with mock.patch("gohvd.torch.optimizer.in_flight", return_value=True), \
+                mock.patch.object(torch.Tensor, "clone", side_effect=error), self.assertRaises(MemoryError):  # fmt: skip
+            optimizer.load_state_dict(optimizer.state_dict())
+        self.assertEqual([p.grad for p in model.parameters()], [None for _ in model.parameters()])
+        hvd.barrier()
+        loss_of(model, batch(0, self.rank)).backward()
+        optimizer.step()
+        self.same_weights(model, self.reference(sgd, 1))
+
     def test_arguments_of_its_class(self) -> None:
         class Own(torch.optim.SGD):
             def __init__(self, params, must_be_given, lr):

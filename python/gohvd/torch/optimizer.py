@@ -241,9 +241,11 @@ class _Distributed(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Discards the state of the current step. Operations in flight go on, but their results are not used."""
-        for p in _forget(self._handles):
+        abandoned = _forget(self._handles)
+        for p in abandoned:
             self._abandon(p)
         self._reset_delays()
+        _replace_grads(abandoned)
 
     def _abandon(self, p: torch.Tensor) -> None:
         """Drops the memory that an operation in flight on parameter p may use. The next one uses other memory."""
@@ -324,7 +326,7 @@ class _Distributed(torch.optim.Optimizer):
 
 def _forget(handles: dict[Any, tuple[Any, Any]]) -> list[torch.Tensor]:
     """Discards the handles of an optimizer, so that other operations can use their names. Returns the parameters whose
-    operation is still in flight. It works on the old p.grad, in place of which they get a copy.
+    operation is still in flight. It may work on p.grad.
     """
     abandoned: list[torch.Tensor] = []
     for key, (handle, _) in handles.items():
@@ -332,10 +334,17 @@ def _forget(handles: dict[Any, tuple[Any, Any]]) -> list[torch.Tensor]:
             abandoned += key if isinstance(key, tuple) else (key,)
         forget(handle)
     handles.clear()
-    for p in abandoned:
-        if p.grad is not None:
-            p.grad = p.grad.clone()
     return abandoned
+
+
+def _replace_grads(parameters: list[torch.Tensor]) -> None:
+    """Puts a copy in place of p.grad. If there is no memory for that, p.grad is None for the others."""
+    grads = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    for p, grad in zip(parameters, grads):
+        if grad is not None:
+            p.grad = grad.clone()
 
 
 class _Memory:
@@ -394,9 +403,9 @@ class _DistributedOptimizer(_Distributed):
             self._form_groups(groups)
 
     def _forget(self) -> None:
-        super()._forget()
         self._synchronized = False
         self._group_counts = dict.fromkeys(self._group_counts, 0)
+        super()._forget()
 
     def _form_groups(self, groups: int | list[list[torch.Tensor]]) -> None:
         # All ranks must form the same groups, but their optimizers may list the parameters in different orders. So the
