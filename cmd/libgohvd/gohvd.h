@@ -507,7 +507,7 @@ typedef struct hvd_exchange {
 	uint32_t size; /* sizeof(hvd_exchange_t) */
 	int32_t app;
 	uint32_t dtype; /* of the values */
-	uint32_t flags; /* HVD_PUSH, HVD_PULL or both, and HVD_IN_SLICES */
+	uint32_t flags; /* HVD_PUSH, HVD_PULL or both, and perhaps HVD_IN_SLICES */
 	const uint64_t *keys; /* in ascending order, without duplicates */
 	uint64_t num_keys;
 	const void *values; /* pushed: the same number of elements for each key */

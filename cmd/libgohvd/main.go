@@ -723,8 +723,8 @@ func gohvdExchange(x *C.hvd_exchange_t, handle *C.hvd_handle_t) C.hvd_status_t {
 	const most = math.MaxInt64 / 8
 	switch {
 	case x.flags&^(C.HVD_PUSH|C.HVD_PULL|C.HVD_IN_SLICES) != 0:
-		return status(misuse("exchange", "got the flags %#x, want HVD_PUSH, HVD_PULL and HVD_IN_SLICES",
-			uint32(x.flags)))
+		return status(misuse("exchange",
+			"got the flags %#x, want HVD_PUSH, HVD_PULL or both, and perhaps HVD_IN_SLICES", uint32(x.flags)))
 	case x.flags&C.HVD_IN_SLICES != 0 && handle == nil:
 		return status(misuse("exchange", "got HVD_IN_SLICES and no place for the handle"))
 	case x.num_keys > most || x.values_bytes > most || x.results_bytes > most:

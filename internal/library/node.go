@@ -22,7 +22,8 @@ import (
 // Node is a node of a parameter server.
 type Node struct {
 	member
-	// With fewer requests in flight, each server has room for another one. It is 0 if that is not known.
+	// With fewer requests in flight, each server has room for another one. It is 0 with a sidecar, where that is
+	// not known, so that goroutines begin all requests with inSlices.
 	room int
 	used atomic.Bool // a call has used it
 

@@ -115,7 +115,8 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
             refused(ValueError, "float64", w.push, keys, np.ones(3))
             refused(ValueError, "this process is a worker", node.serve, 3, "float32")
             for f in node.serve, node.worker:
-                refused(ValueError, "element type 'float', want one of", f, 3, "float")
+                for wrong in "float", "bool":
+                    refused(ValueError, f"element type '{wrong}', want one of uint8,", f, 3, wrong)
             refused(ValueError, "want 0 to 2147483647", node.worker(-1, "int64").pull, [7])
         node.barrier()
         late, pushing = node.worker(4, "float32"), threading.Event()

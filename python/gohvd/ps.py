@@ -80,9 +80,10 @@ def _keys(keys: Any) -> np.ndarray:
 
 
 def _number(dtype: str) -> int:
-    """Returns the number of an element type. Raises ValueError if there is no such type."""
-    if dtype not in _library.DTYPES:
-        raise ValueError(f"got the element type {dtype!r}, want one of {', '.join(_library.DTYPES)}")
+    """Returns the number of an element type. Raises ValueError if values cannot have it."""
+    types = [name for name in _library.DTYPES if name != "bool"]
+    if dtype not in types:
+        raise ValueError(f"got the element type {dtype!r}, want one of {', '.join(types)}")
     return _library.DTYPES[dtype][0]
 
 
