@@ -22,8 +22,8 @@ import (
 // Node is a node of a parameter server.
 type Node struct {
 	member
-	// With fewer requests in flight, each server has room for another one. It is 0 with a sidecar, where that is
-	// not known, so that goroutines begin all requests with inSlices.
+	// With fewer requests in flight, each server has room for another one. It is 0 with a sidecar, where that
+	// is not known, so that goroutines begin all requests with inSlices.
 	room int
 	used atomic.Bool // a call has used it
 
@@ -143,8 +143,8 @@ func (n *remoteNode) fail(reason string) error {
 }
 
 // StartNode joins this process to a job of a parameter server as a node. If an earlier StartNode with the
-// same settings has done that and no call has used the node, it does nothing, because the program has probably
-// stopped waiting for the earlier one.
+// same settings has done that and no call has used the node, it does nothing, because the program has
+// probably stopped waiting for the earlier one.
 func (l *Library) StartNode(settings map[string]string) Handle {
 	return l.start(func(*Result) error {
 		l.nodeChanging.Lock()

@@ -214,8 +214,8 @@ with ps.start() as node:
         print("node is started", flush=True)
 `
 
-// TestParameterServerInterrupted checks that a start that Ctrl-C has interrupted can be repeated, and that the
-// start of a node that is in use fails.
+// TestParameterServerInterrupted checks that a start that Ctrl-C has interrupted can be repeated, and that
+// the start of a node that is in use fails.
 func TestParameterServerInterrupted(t *testing.T) {
 	t.Parallel()
 	testnet.NeedTorch(t)
