@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/view"
 )
 
-// viewInterval is the time between two states of the page. With it, the page shows an operation less than a
-// second after its end.
+// viewInterval is the time between two states of the page. With it, the page mostly shows an operation less
+// than a second after its end.
 const viewInterval = 400 * time.Millisecond
 
 // isJob reports whether the arguments of hvdrun view name a running job: there are none, or the only one is a

@@ -35,7 +35,8 @@ const (
 	// shareOfHost limits the time that the analysis takes: one of so many parts of the time of the host's
 	// processors, and at most a tenth of one processor. hvdrun view runs on the host of the training.
 	// maxRestTime is the time between two analyses above which fewer operations are kept. With it, an
-	// operation is shown less than a second after its end, and before there is no room for it any more.
+	// operation is mostly shown less than a second after its end, and before there is no room for it any
+	// more.
 	shareOfHost = 100
 	maxRestTime = 400 * time.Millisecond
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
@@ -219,10 +220,10 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 	if s.Ended {
 		l.room = maxLiveBytes // because this is the last analysis
 	}
+	before := processorTime()
 	l.add(all, begun)
 	var run *Run
 	if l.stale && (s.Ended || !begun.Before(l.next)) {
-		before := processorTime()
 		known := make([]*live.Records, 0, len(l.ranks))
 		for _, r := range l.ranks {
 			known = append(known, r.Records)
@@ -244,8 +245,9 @@ func (l *Live) Update(size int, s State, all map[int]*live.Records) error {
 	return nil
 }
 
-// processorTime returns the processor time of this process. An analysis takes more time than that if it waits
-// for a processor, which says nothing about its cost.
+// processorTime returns the processor time of this process, which contains what it does beside the analysis,
+// such as answers to pages. An analysis takes more time than that if it waits for a processor, which says
+// nothing about its cost.
 func processorTime() time.Duration {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &t); err != nil {
