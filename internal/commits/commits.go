@@ -91,6 +91,7 @@ const (
 	holdsGranted = iota
 	holdsSaved
 	isLoose
+	pastTrainings // how many trainings have returned in the process
 	numValues
 )
 
@@ -99,6 +100,9 @@ const (
 //
 // loose says that this rank has a state, but none of its commits, because the program has replaced it by
 // another state. Then all ranks get the state of the first rank that has one.
+//
+// Ranks in which different numbers of trainings have returned do not have states of the same training. They
+// may meet if a rank fails when a training returns. Then Join returns an error at all of them.
 func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err error) {
 	j.member = rank.ProcessMembership()
 	if j.member != nil {
@@ -110,6 +114,9 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	mine[holdsGranted], mine[holdsSaved] = j.granted, j.saved
 	if loose {
 		mine[isLoose] = 1
+	}
+	if j.member != nil {
+		mine[pastTrainings] = int64(j.member.PastTrainings())
 	}
 	all, err := c.Allgather(ctx, mine)
 	if err != nil {
@@ -125,6 +132,12 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 		return p, j.over
 	}
 	newest, anyLoose := int64(0), false
+	for r := range j.size {
+		if here, first := all[r*numValues+pastTrainings], all[pastTrainings]; here != first {
+			return p, fmt.Errorf("elastic: %d trainings have returned at rank 0, and %d at rank %d, so they cannot train "+
+				"together: a rank has failed while a training returned", first, here, r)
+		}
+	}
 	for at := all; len(at) > 0; at = at[numValues:] {
 		newest, anyLoose = max(newest, at[holdsGranted]), anyLoose || at[isLoose] == 1
 	}

@@ -36,7 +36,7 @@ func plans(t *testing.T, all []holder) (plans []Plan, jobs []*Job) {
 		if h.loose {
 			loose = 1
 		}
-		numbers = append(numbers, h.granted, h.saved, loose)
+		numbers = append(numbers, h.granted, h.saved, loose, 0)
 	}
 	for r, h := range all {
 		j := &Job{granted: h.granted, saved: h.saved, failed: true}
@@ -97,6 +97,16 @@ func TestJoin(t *testing.T) {
 	}
 }
 
+// Ranks that are in different trainings all learn it.
+func TestJoinOfDifferentTrainings(t *testing.T) {
+	for me := range 2 {
+		_, err := new(Job).Join(t.Context(), ranks{me: me, all: []int64{0, 0, 0, 1, 7, 0, 0, 0}}, false)
+		if err == nil || !strings.Contains(err.Error(), "1 trainings have returned at rank 0, and 0 at rank 1") {
+			t.Errorf("rank %d: got error %v, want one that names the numbers of trainings", me, err)
+		}
+	}
+}
+
 // A step of which only one rank has learned is not lost: the others get the state from that rank. One of
 // which no rank has learned is made again.
 func TestSteps(t *testing.T) {
@@ -150,7 +160,7 @@ func TestCommitThatWasNotGranted(t *testing.T) {
 	if j.Ballot(Commit, 0); j.saved != 2 {
 		t.Fatalf("got %+v, want commit 2 saved", j)
 	}
-	alone := ranks{all: []int64{1, 2, 0}}
+	alone := ranks{all: []int64{1, 2, 0, 0}}
 	for range 2 { // the second time, the next generation has also failed
 		if p, err := j.Join(t.Context(), alone, false); err != nil || p.Held != Granted || j.saved != 0 {
 			t.Fatalf("got %+v, %v and %+v, want the first commit", p, err, j)

@@ -59,6 +59,7 @@ type Membership struct {
 	async  bool            // Rank.AsyncCompletion of the newest successful Start
 	synced func()          // what Synced does, or nil
 	done   bool            // the training has returned, and no other one has begun
+	past   int             // how many trainings have returned
 	newest *elastic.Roster // the newest roster, or nil
 	news   chan struct{}   // closed when newest changes
 	lost   error
@@ -146,8 +147,12 @@ func (m *Membership) Tell(ctx context.Context, e joblink.MemberEvent) error {
 // EndTraining tells the launcher that the training has returned in this process.
 func (m *Membership) EndTraining(ctx context.Context) error {
 	m.done = true
+	m.past++
 	return m.Tell(ctx, joblink.MemberEvent{Kind: joblink.Done})
 }
+
+// PastTrainings returns how many trainings have returned in this process.
+func (m *Membership) PastTrainings() int { return m.past }
 
 // BeginTraining tells the launcher, after EndTraining, that another training begins in this process.
 func (m *Membership) BeginTraining(ctx context.Context) error {
