@@ -218,7 +218,9 @@ func (m *Machine) Again(now time.Time, p Member) Output {
 		switch {
 		case k.state < active:
 			m.kill(k)
-		case k.state >= killed && k.lost == "" && !k.done: // finish has killed it
+		case k.state >= killed && k.lost == "" && k.done:
+			k.lost = "ended after the training before"
+		case k.state >= killed && k.lost == "": // finish has killed it
 			k.lost = "was ended with the training before"
 		}
 		k.done = k.ran > m.past || k.missed
