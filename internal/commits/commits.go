@@ -51,7 +51,7 @@ type Job struct {
 	size           int       // the number of ranks that have joined the generation
 	next           int64     // the number of the commit that all ranks have after Synced
 	failed         bool      // the training has failed since the last Synced
-	began          time.Time // when Synced was called after the last Join, or the zero time
+	began          time.Time // when Synced was called if no Join or failure has followed, or the zero time
 	stopped        time.Time // when the training has ended since the last Synced, or the zero time
 	sources        []int     // the result of Sources
 	vain           int       // how often it has failed since the last commit, or since there are so few ranks
@@ -104,7 +104,7 @@ const (
 // Ranks in which different numbers of trainings have returned do not have states of the same training. They
 // may meet if a rank fails when a training returns. Then Join returns an error at all of them.
 func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err error) {
-	j.member = rank.ProcessMembership()
+	j.member, j.began = rank.ProcessMembership(), time.Time{}
 	if j.member != nil {
 		if err := j.member.BeginTraining(ctx); err != nil {
 			return p, err
@@ -122,7 +122,7 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	if err != nil {
 		return p, err
 	}
-	j.size, j.began = len(all)/numValues, time.Time{}
+	j.size = len(all) / numValues
 	switch {
 	case j.smallest == 0 || j.size < j.smallest:
 		j.smallest, j.vain = j.size, 0
@@ -355,7 +355,7 @@ func (j *Job) Failed(err error, ofRanks bool) error {
 	if !j.began.IsZero() && time.Since(j.began) >= vainTime {
 		j.vain = 0
 	}
-	j.failed, j.failure = true, err
+	j.failed, j.failure, j.began = true, err, time.Time{}
 	j.stop()
 	return nil
 }

@@ -194,7 +194,7 @@ func TestFailed(t *testing.T) {
 func TestFailedTooOften(t *testing.T) {
 	died := errors.New("rank 1 has failed")
 	for name, c := range map[string]struct {
-		// commit, check, change, minute, or the number of ranks that join, first and after each failure
+		// what happens (commit and the next ones), or the number of ranks that join, first and after each failure
 		events []int
 		want   bool
 	}{
@@ -208,6 +208,7 @@ func TestFailedTooOften(t *testing.T) {
 		"a change":            {[]int{4, 4, 4, change, 4, 4}, true},
 		"a minute each time":  {[]int{4, minute, 4, minute, 4, minute, 4, minute, 4}, true},
 		"a minute once":       {[]int{4, 4, 4, minute, 4, 4, 4, 4}, false},
+		"only Init fails":     {[]int{4, minute, initFails, initFails, initFails, initFails, 4}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			j := &Job{}
@@ -232,6 +233,8 @@ func TestFailedTooOften(t *testing.T) {
 					_, err = j.Count(j.Ballot(Changes, 0) * int64(j.size))
 				case minute:
 					j.began = j.began.Add(-time.Minute)
+				case initFails:
+					err = j.Failed(died, true)
 				case change:
 					j.Changed()
 					err = join(5)
@@ -254,6 +257,7 @@ const (
 	check
 	change
 	minute // passes
+	initFails
 )
 
 // A vote counts only if all ranks have voted and have done the same. It has the changes of all ranks.
