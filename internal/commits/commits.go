@@ -92,6 +92,8 @@ const (
 	holdsSaved
 	isLoose
 	pastTrainings // how many trainings have returned in the process
+	failures      // vain
+	fewest        // smallest
 	numValues
 )
 
@@ -112,6 +114,7 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	}
 	mine := make([]int64, numValues)
 	mine[holdsGranted], mine[holdsSaved] = j.granted, j.saved
+	mine[failures], mine[fewest] = int64(j.vain), int64(j.smallest)
 	if loose {
 		mine[isLoose] = 1
 	}
@@ -123,14 +126,6 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 		return p, err
 	}
 	j.size = len(all) / numValues
-	switch {
-	case j.smallest == 0 || j.size < j.smallest:
-		j.smallest, j.vain = j.size, 0
-	case j.vain >= maxVain:
-		j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, each time within %v, "+
-			"with %d ranks: %w", j.vain, vainTime, j.size, j.failure)
-		return p, j.over
-	}
 	newest, anyLoose := int64(0), false
 	for r := range j.size {
 		if here, first := all[r*numValues+pastTrainings], all[pastTrainings]; here != first {
@@ -140,6 +135,9 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 	}
 	for at := all; len(at) > 0; at = at[numValues:] {
 		newest, anyLoose = max(newest, at[holdsGranted]), anyLoose || at[isLoose] == 1
+	}
+	if err := j.mayGoOn(all, newest); err != nil {
+		return p, err
 	}
 	// holds reports whether a rank can send the state to the others.
 	holds := func(at []int64) bool {
@@ -178,6 +176,34 @@ func (j *Job) Join(ctx context.Context, c Collectives, loose bool) (p Plan, err 
 		j.next++ // what the ranks have got may differ from what the root has saved
 	}
 	return p, nil
+}
+
+// mayGoOn returns an error at all ranks if the training has failed too often since the commit newest. all are
+// the values of all ranks. Those of ranks that do not know of the commit are about the time before it, and
+// new ranks have seen no failure.
+func (j *Job) mayGoOn(all []int64, newest int64) error {
+	j.vain, j.smallest = 0, 0
+	for at := all; len(at) > 0; at = at[numValues:] {
+		if at[holdsGranted] != newest {
+			continue
+		}
+		j.vain = max(j.vain, int(at[failures]))
+		if n := int(at[fewest]); j.smallest == 0 || n > 0 && n < j.smallest {
+			j.smallest = n
+		}
+	}
+	if j.smallest == 0 || j.size < j.smallest {
+		j.smallest, j.vain = j.size, 0
+	}
+	if j.vain < maxVain {
+		return nil
+	}
+	if j.failure == nil {
+		j.failure = errors.New("at other ranks, before this one joined them")
+	}
+	j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, each time within %v, "+
+		"with %d ranks: %w", j.vain, vainTime, j.size, j.failure)
+	return j.over
 }
 
 // sources returns from which rank each rank gets the state, for Sources.

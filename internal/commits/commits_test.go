@@ -36,7 +36,7 @@ func plans(t *testing.T, all []holder) (plans []Plan, jobs []*Job) {
 		if h.loose {
 			loose = 1
 		}
-		numbers = append(numbers, h.granted, h.saved, loose, 0)
+		numbers = append(numbers, h.granted, h.saved, loose, 0, 0, 0)
 	}
 	for r, h := range all {
 		j := &Job{granted: h.granted, saved: h.saved, failed: true}
@@ -100,7 +100,7 @@ func TestJoin(t *testing.T) {
 // Ranks that are in different trainings all learn it.
 func TestJoinOfDifferentTrainings(t *testing.T) {
 	for me := range 2 {
-		_, err := new(Job).Join(t.Context(), ranks{me: me, all: []int64{0, 0, 0, 1, 7, 0, 0, 0}}, false)
+		_, err := new(Job).Join(t.Context(), ranks{me: me, all: []int64{0, 0, 0, 1, 0, 0, 7, 0, 0, 0, 0, 0}}, false)
 		if err == nil || !strings.Contains(err.Error(), "1 trainings have returned at rank 0, and 0 at rank 1") {
 			t.Errorf("rank %d: got error %v, want one that names the numbers of trainings", me, err)
 		}
@@ -160,7 +160,7 @@ func TestCommitThatWasNotGranted(t *testing.T) {
 	if j.Ballot(Commit, 0); j.saved != 2 {
 		t.Fatalf("got %+v, want commit 2 saved", j)
 	}
-	alone := ranks{all: []int64{1, 2, 0, 0}}
+	alone := ranks{all: []int64{1, 2, 0, 0, 0, 0}}
 	for range 2 { // the second time, the next generation has also failed
 		if p, err := j.Join(t.Context(), alone, false); err != nil || p.Held != Granted || j.saved != 0 {
 			t.Fatalf("got %+v, %v and %+v, want the first commit", p, err, j)
@@ -213,7 +213,7 @@ func TestFailedTooOften(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			j := &Job{}
 			join := func(size int) error {
-				c := ranks{all: make([]int64, size*numValues)}
+				c := alike{size: size}
 				_, err := j.Join(t.Context(), c, false)
 				if err == nil {
 					err = j.Synced(t.Context(), c)
@@ -259,6 +259,41 @@ const (
 	minute // passes
 	initFails
 )
+
+// alike are ranks that all pass the same numbers.
+type alike struct {
+	ranks
+	size int
+}
+
+func (a alike) Allgather(_ context.Context, numbers []int64) ([]int64, error) {
+	return slices.Repeat(numbers, a.size), nil
+}
+
+// All ranks give up at the same time, also those that have counted fewer failures by their clocks or were
+// added. The count of a rank that does not know of the newest commit has no effect.
+func TestFailedTooOftenAtSomeRank(t *testing.T) {
+	for name, c := range map[string]struct {
+		all  []int64
+		want bool
+	}{
+		"a slower clock":     {[]int64{4, 0, 0, 0, 2, 3, 4, 0, 0, 0, 3, 3, 0, 0, 0, 0, 0, 0}, false},
+		"more ranks before":  {[]int64{4, 0, 0, 0, 0, 4, 4, 0, 0, 0, 3, 3, 0, 0, 0, 0, 0, 0}, false},
+		"fewer ranks":        {[]int64{4, 0, 0, 0, 2, 4, 4, 0, 0, 0, 3, 4, 0, 0, 0, 0, 0, 0}, true},
+		"before a commit":    {[]int64{4, 0, 0, 0, 1, 3, 3, 4, 0, 0, 3, 3, 0, 0, 0, 0, 0, 0}, true},
+		"before all commits": {[]int64{0, 0, 0, 0, 2, 3, 0, 0, 0, 0, 3, 3, 0, 0, 0, 0, 0, 0}, false},
+	} {
+		for me := range 3 {
+			at := c.all[me*numValues:]
+			j := &Job{granted: at[holdsGranted], saved: at[holdsSaved], vain: int(at[failures]),
+				smallest: int(at[fewest])}
+			_, err := j.Join(t.Context(), ranks{me: me, all: c.all}, false)
+			if (err == nil) != c.want || j.Over() != err {
+				t.Errorf("%s: rank %d: got error %v, want success: %t", name, me, err, c.want)
+			}
+		}
+	}
+}
 
 // A vote counts only if all ranks have voted and have done the same. It has the changes of all ranks.
 func TestVotes(t *testing.T) {
