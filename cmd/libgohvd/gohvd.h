@@ -431,7 +431,7 @@ hvd_status_t hvd_elastic_vote(uint32_t flags, double seconds, hvd_handle_t *hand
 
 /* How the training has ended in this process. */
 typedef enum hvd_training {
-	HVD_TRAINING_DONE = 0,     /* it is complete */
+	HVD_TRAINING_DONE = 0,     /* it is complete. hvd_elastic_join may begin another one, without new processes */
 	HVD_TRAINING_CHANGED = 1,  /* the ranks change, and this rank has saved its present state, which is a commit */
 	HVD_TRAINING_FAILED = 2,   /* an operation has failed with HVD_ERROR_PEER */
 	HVD_TRAINING_ABANDONED = 3 /* there was any other error; SIGTERM has its usual effect again */
@@ -439,8 +439,8 @@ typedef enum hvd_training {
 
 /* hvd_elastic_end tells how the training has ended. If it returns HVD_SUCCESS after HVD_TRAINING_CHANGED or
  * HVD_TRAINING_FAILED, the program calls hvd_shutdown, hvd_init and hvd_elastic_join again. Otherwise the training cannot
- * go on: the job is not elastic, or the training has failed three times in a row without a commit, each time within a
- * minute, though the ranks have not become fewer. Then hvd_elastic_join has failed too. */
+ * go on: the job is not elastic, or the training has failed three times in a row without a commit, each time within
+ * 60 s, though the ranks have not become fewer. Then hvd_elastic_join has failed too. */
 hvd_status_t hvd_elastic_end(uint32_t training, hvd_handle_t *handle);
 
 /* Watching. Texts must be freed with hvd_free_text. With a sidecar, hvd_metrics, hvd_dump and hvd_next_stall fail

@@ -184,8 +184,12 @@ func (m *Machine) leave(why string, is func(*member) bool) Output {
 	out := m.step()
 	for _, k := range leaving {
 		if k.state == active && out.Publish == nil && !m.finished && !m.ended {
-			out.Notes = append(out.Notes, fmt.Sprintf(
-				"%s is to leave (%s), but the training needs it until there are other ranks", m.title(k), why))
+			until := "there are other ranks"
+			if m.closed {
+				until = "it ends"
+			}
+			out.Notes = append(out.Notes, fmt.Sprintf("%s is to leave (%s), but the training needs it until %s",
+				m.title(k), why, until))
 		}
 	}
 	return out
