@@ -61,7 +61,7 @@ type Job struct {
 // ranks have the same state: that of rank 0 at first, and later that of the last commit. If train returns an
 // error that wraps an *hvd.PeerError or comes from Commit or Check, Run joins the job again with the ranks
 // that there are then. It returns any other error of train, and an error if the training fails three times in
-// a row without a commit, each time within a minute, though the ranks do not become fewer. When train has
+// a row without a commit, each time within 60 s, though the ranks do not become fewer. When train has
 // returned nil, the process is still a rank; hvd.Shutdown leaves the job. All ranks may call Run again, for
 // another training without new processes.
 //

@@ -201,8 +201,8 @@ func (j *Job) mayGoOn(all []int64, newest int64) error {
 	if j.failure == nil {
 		j.failure = errors.New("at other ranks, before this one joined them")
 	}
-	j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, each time within %v, "+
-		"with %d ranks: %w", j.vain, vainTime, j.size, j.failure)
+	j.over = fmt.Errorf("elastic: the training has failed %d times in a row without a commit, each time within %v s, "+
+		"with %d ranks: %w", j.vain, vainTime.Seconds(), j.size, j.failure)
 	return j.over
 }
 
