@@ -188,7 +188,8 @@ class RayExecutor:
 
     def _place_in(self, group: Any) -> None:
         """Places the workers in a group of which other actors may have parts, so Ray chooses the bundles."""
-        self._workers = [self._worker(f"one of {self.num_workers} ranks", group, -1) for _ in range(self.num_workers)]
+        n = self.num_workers
+        self._workers = [self._worker(f"worker {i} of {n}", group, -1) for i in range(n)]  # not the rank
         nodes = [w.node.remote() for w in self._workers]
         limit = self._settings.placement_group_timeout_s
         done, late = ray.wait(nodes, num_returns=len(nodes), timeout=limit)
