@@ -89,13 +89,36 @@ func trainElastic(ctx context.Context) error {
 	}
 	if err == nil {
 		fmt.Println("done", s.Step, s.Sum)
-		err = hvd.Shutdown(ctx)
+		err = errors.Join(trainAgain(ctx), hvd.Shutdown(ctx))
 	}
 	return err
 }
 
+// trainAgain is the second training of the program. If there are three ranks, the last one dies in it.
+func trainAgain(ctx context.Context) error {
+	s := &training{Step: int64(hvd.Rank())}
+	err := elastic.Run(ctx, s, func(ctx context.Context, job *elastic.Job) error {
+		for s.Step < 10 {
+			if s.Step == 5 && hvd.Size() == 3 && hvd.Rank() == 2 {
+				if err := unix.Kill(os.Getpid(), unix.SIGKILL); err != nil {
+					return err
+				}
+			}
+			s.Step++
+			s.Sum++
+			if err := job.Commit(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	fmt.Println("trained again", s.Step, s.Sum, hvd.Size())
+	return err
+}
+
 // TestElastic kills a rank of an elastic job, or stops it, while it trains. The others go on in their
-// processes, and a new process takes the place of the dead one.
+// processes, and a new process takes the place of the dead one. Another rank dies in the second training, for
+// which no process is added.
 func TestElastic(t *testing.T) {
 	random := draws(t)
 	type fault struct {
@@ -150,8 +173,11 @@ func TestElastic(t *testing.T) {
 			if len(results) != 1 || begun != 4 {
 				t.Errorf("got results %v of %d processes, want one result at 3 ranks, of 4 processes", results, begun)
 			}
+			if n := strings.Count(j.out(), ">:trained again 10 10 2\n"); n != 2 {
+				t.Errorf("%d ranks have trained again with 10 commits, want 2", n)
+			}
 			for _, want := range []string{"generation 2: 2 ranks: rank " + strconv.Itoa(f.victim) + " (",
-				"generation 3: 3 ranks: new: "} {
+				"generation 3: 3 ranks: new: ", "generation 4: 2 ranks: rank 2 ("} {
 				if !strings.Contains(j.err(), want) {
 					t.Errorf("hvdrun does not say %q", want)
 				}
