@@ -218,19 +218,24 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Saves copies of the values for restore."""
-        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+        self._saved_state = copy.deepcopy(self._values())
         self._is_commit = False
 
     def restore(self) -> None:
         """Restores the saved values."""
-        for name, value in copy.deepcopy(self._saved_state).items():
-            setattr(self, name, value)
+        self._set_values(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
         """Sets the values at all ranks to those of one rank, usually rank 0."""
-        values = {name: getattr(self, name) for name in self._saved_state}
         root = {"root_rank": self._root} if self._root else {}  # the function of a program may have no such argument
-        for name, value in self._bcast_object(values, **root).items():
+        self._set_values(self._bcast_object(self._values(), **root))
+
+    def _values(self) -> dict[str, Any]:
+        """Returns the values, as they are saved and sent."""
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _set_values(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
             setattr(self, name, value)
 
     def _sync_values(self) -> None:
@@ -258,7 +263,8 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
     If ranks have failed, or commit has raised HostsUpdatedInterrupt, the wrapper calls reset, which leaves the job and
     joins it again, and begins again with the state of the last commit, or with the present state after an interrupt.
     All other errors leave the wrapper, also a MismatchError, and one of ranks that have failed three times in a row
-    without a commit, each time within a minute, though they did not become fewer. If the launcher has removed this process, the wrapper ends it.
+    without a commit, each time within 60 s, though they did not become fewer. If the launcher has removed this process,
+    the wrapper ends it.
     All ranks may call several such functions, one after the other. After the first one, no process is added.
 
     If step is set, each step of a DistributedOptimizer is a commit, without a copy of the state (docs/elastic.md).

@@ -171,6 +171,30 @@ class Elastic(RanksTest):
         state._sync_values()
         self.assertEqual(set(hvd.allgather_object((state.optimizer.param_groups[0]["lr"], mine.last_epoch))), {(0.00625, 4)})
 
+    def test_schedulers_that_change(self) -> None:
+        """A value may change between None and a scheduler. A rank that lacks the scheduler of the others gets an error."""
+        state = self.state()
+        state = hvd.elastic.TorchState(optimizer=state.optimizer, scheduler=None)
+        state.scheduler = mine = torch.optim.lr_scheduler.StepLR(state.optimizer, 1, 0.5)
+        for _ in range(self.rank + 1):
+            mine.step()
+        state.sync()
+        state.save()
+        state.scheduler = None
+        state.restore()
+        self.assertIs(state.scheduler, mine)
+        self.assertEqual(mine.last_epoch, 1)
+        if self.rank == 0:
+            state.scheduler = None
+        state.sync()
+        self.assertIsNone(state.scheduler)
+        if self.rank == 0:
+            state.scheduler = mine
+            state.sync()
+        else:
+            with self.assertRaisesRegex(ValueError, "scheduler is None at this rank"):
+                state.sync()
+
     def test_changes_and_commits(self) -> None:
         """After a restore, a state has the values of the last commit, also of models and optimizers that were assigned."""
         first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

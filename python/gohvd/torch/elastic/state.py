@@ -100,10 +100,26 @@ def _handler_of(value: Any) -> StateHandler | None:
     for kind, handler in _handler_registry:
         if isinstance(value, kind):
             return handler(value)
-    # For example a learning rate scheduler, whose copy would belong to a copy of the optimizer.
-    if hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict"):
-        return _ByStateDict(value)
     return None
+
+
+class _Kept:
+    """Stands for a value with state_dict and load_state_dict that no handler fits, where it is saved and sent. An example
+    is a learning rate scheduler, whose copy would belong to a copy of the optimizer. In this process it keeps the value.
+    """
+
+    def __init__(self, value: Any, state: Any) -> None:
+        self.value, self.state = value, state
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept(self.value, copy.deepcopy(self.state, memo))
+
+    def __reduce__(self) -> Any:
+        return _Kept, (None, self.state)
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
 
 
 class TorchState(ObjectState):
@@ -135,6 +151,22 @@ class TorchState(ObjectState):
             self._is_commit = False
         super().__setattr__(name, value)
 
+    def _values(self) -> dict[str, Any]:
+        return {name: _Kept(x, x.state_dict()) if _has_state(x) else x for name, x in super()._values().items()}
+
+    def _set_values(self, values: dict[str, Any]) -> None:
+        kept = {name: x for name, x in values.items() if isinstance(x, _Kept)}
+        super()._set_values({name: x for name, x in values.items() if name not in kept})
+        for name, x in kept.items():
+            value = getattr(self, name) if x.value is None else x.value
+            if not _has_state(value):
+                raise ValueError(
+                    f"TorchState: {name} is {value!r} at this rank, and other ranks have an object with a state: make the "
+                    "object before the training function is called"
+                )
+            setattr(self, name, value)
+            value.load_state_dict(x.state)
+
     def save(self) -> None:
         for handler in self._handlers.values():
             handler.save()
@@ -158,7 +190,7 @@ class TorchState(ObjectState):
                 values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
                 for group, ours in zip(groups, broadcast_object(values, self._root)):
                     group.update(ours)
-            elif isinstance(handler, _ByStateDict) and not isinstance(handler, ModelStateHandler):
+            elif isinstance(handler, SamplerStateHandler):
                 handler.route = Route(self._root)
                 handler.sync()
         super()._sync_values()
