@@ -100,7 +100,8 @@ func TestJoin(t *testing.T) {
 // Ranks that are in different trainings all learn it.
 func TestJoinOfDifferentTrainings(t *testing.T) {
 	for me := range 2 {
-		_, err := new(Job).Join(t.Context(), ranks{me: me, all: []int64{0, 0, 0, 1, 0, 0, 7, 0, 0, 0, 0, 0}}, false)
+		c := ranks{me: me, all: []int64{0, 0, 0, 1, 0, 0, 7, 0, 0, 0, 0, 0}}
+		_, err := new(Job).Join(t.Context(), c, false)
 		if err == nil || !strings.Contains(err.Error(), "1 trainings have returned at rank 0, and 0 at rank 1") {
 			t.Errorf("rank %d: got error %v, want one that names the numbers of trainings", me, err)
 		}
@@ -194,7 +195,7 @@ func TestFailed(t *testing.T) {
 func TestFailedTooOften(t *testing.T) {
 	died := errors.New("rank 1 has failed")
 	for name, c := range map[string]struct {
-		// what happens (commit and the next ones), or the number of ranks that join, first and after each failure
+		// commit or another event, or the number of ranks that join, first and after each failure
 		events []int
 		want   bool
 	}{
