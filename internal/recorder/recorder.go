@@ -1,5 +1,5 @@
 // Package recorder implements the flight recorder of a rank. The recorder keeps the rank's last operations in
-// memory of fixed size. Reports use them if the job stalls or fails.
+// memory of limited size. Reports use them if the job stalls or fails.
 //
 // A [Recorder] records every operation. [Recorder.Dump] returns the recorded operations and the operations
 // that the rank waits for as an analysis.Snapshot. Encode encodes a dump to be sent to another process, and
@@ -47,7 +47,10 @@ func (r *Recorder) Record(op *trace.Operation) {
 	for i := range op.Records {
 		if n := len(r.slots); n == r.at { // the slots are not all in use yet
 			if n == cap(r.slots) {
-				r.slots = slices.Grow(r.slots, min(max(n, firstSlots), r.room-n))
+				// slices.Grow would allocate more slots than these.
+				grown := make([]trace.Record, n, min(max(2*n, firstSlots), r.room))
+				copy(grown, r.slots)
+				r.slots = grown
 			}
 			r.slots = r.slots[:n+1]
 		}

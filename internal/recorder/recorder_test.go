@@ -52,12 +52,13 @@ func TestRecord(t *testing.T) {
 // A recorder gets more operations than it has room for. A new operation overwrites the oldest one, and its
 // slot keeps nothing of the old content.
 func TestOldestGoesFirst(t *testing.T) {
-	for _, size := range []int{0, 1, 2, 3, 7} {
+	const rounds = 400
+	for _, size := range []int{0, 1, 2, 3, 7, firstSlots + 1, 200, 1000} {
 		r := New(size)
 		bad := operation(1, 4*ms, "bad")
 		bad.Records[0].Error = "failed"
 		r.Record(bad)
-		for n := range 20 {
+		for n := range rounds {
 			r.Record(operation(uint64(n+2), time.Duration(n+5)*ms, "x", "y"))
 			r.Record(&trace.Operation{Records: []trace.Record{{Number: uint64(100 + n),
 				Kind: message.Barrier}}})
@@ -68,16 +69,16 @@ func TestOldestGoesFirst(t *testing.T) {
 			o := &d.Operations[i]
 			got = append(got, fmt.Sprint(o.Number, o.Name, o.Error, o.Bytes, len(o.Shape), o.Cached))
 		}
-		for n := range 20 {
+		for n := range rounds {
 			want = append(want, fmt.Sprint(n+2, "x", "", 24, 2, true), fmt.Sprint(n+2, "y", "", 24, 2, true),
 				fmt.Sprint(100+n, "", "", 0, 0, false))
 		}
 		want = want[len(want)-max(size, 1):]
-		if !slices.Equal(got, want) || d.Recorded != 61 {
+		if !slices.Equal(got, want) || d.Recorded != 3*rounds+1 {
 			t.Errorf("of %d got %q, want %q", d.Recorded, got, want)
 		}
 		few := r.Dump(About{Size: 1, MaxOperations: 2})
-		if want := d.Operations[max(len(d.Operations)-2, 0):]; few.Recorded != 61 ||
+		if want := d.Operations[max(len(d.Operations)-2, 0):]; few.Recorded != 3*rounds+1 ||
 			!reflect.DeepEqual(few.Operations, want) {
 			t.Errorf("with at most 2, of %d got %+v, want %+v", few.Recorded, few.Operations, want)
 		}
@@ -116,6 +117,12 @@ func TestRecordWhileDumped(t *testing.T) {
 func TestRecordAllocatesNothing(t *testing.T) {
 	r := New(1000)
 	op := operation(1, 5*ms, slices.Repeat([]string{"gradient"}, 161)...)
+	for range 7 {
+		r.Record(op)
+	}
+	if len(r.slots) != 1000 || cap(r.slots) != 1000 {
+		t.Errorf("%d of %d slots are in use, want 1000 of 1000", len(r.slots), cap(r.slots))
+	}
 	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
 		t.Errorf("%v allocations, want none", n)
 	}
