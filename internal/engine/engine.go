@@ -266,11 +266,12 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		Up:   func(probe []byte) { _ = e.sendUp(probe) },
 		Down: func(to topo.Rank, answer []byte) { _, _ = e.links.Down(to, answer) },
 	})
+	cores, log := cfg.Cores, cfg.Log // Pin, which lives as long as e, must not keep the rest of cfg
 	e.exec = exec.New(exec.Config{
 		Backends: cfg.Backends, Devices: cfg.Devices, MaxResultBytes: cfg.MaxResultBytes,
 		MaxDeviceBytes: maxDeviceBytes,
 		Observer:       e.observer, Finished: e.workFinished, Retire: e.retire,
-		Pin: func() { sched.Pin(cfg.Cores, cfg.Log) }, Log: e.log,
+		Pin: func() { sched.Pin(cores, log) }, Log: e.log,
 	})
 	e.flushing, e.endFlush = context.WithCancel(context.Background())
 	e.handle = e.handleEvent

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+	"weak"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -76,9 +78,12 @@ func testLeaders(t *testing.T, leaders leading) {
 	n := len(hosts)
 	var mu sync.Mutex
 	var pairs [][2]int
+	kept := make([]weak.Pointer[string], n) // the list of hosts of each rank
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 		leaders.onHosts(cfg)
 		rank := int(cfg.Rank)
+		cfg.Hosts = slices.Clone(cfg.Hosts)
+		kept[rank] = weak.Make(&cfg.Hosts[0])
 		cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
 			mu.Lock()
 			defer mu.Unlock()
@@ -95,6 +100,12 @@ func testLeaders(t *testing.T, leaders leading) {
 	slices.SortFunc(pairs, func(a, b [2]int) int { return a[0] - b[0] })
 	if !slices.Equal(pairs, want) {
 		t.Errorf("got control connections %v, want %v", pairs, want)
+	}
+	runtime.GC()
+	for r, p := range kept {
+		if p.Value() != nil {
+			t.Errorf("rank %d keeps the list of the hosts in memory", r)
+		}
 	}
 	c.each(func(r int) {
 		for i := range 50 {
