@@ -11,7 +11,6 @@ import (
 	"os/exec"
 	"runtime"
 	"runtime/debug"
-	"sync"
 	"testing"
 	"time"
 
@@ -28,8 +27,6 @@ import (
 var validate = flag.Bool("validate", false,
 	"compare the processor time and memory of real processes with the simulation (make scale)")
 
-var validatedRanks = flag.Int("validated-ranks", 256, "leave out larger jobs in TestValidation")
-
 // partVariable is set in the processes that TestValidation starts.
 const partVariable = "GOHVD_VALIDATION_PART"
 
@@ -38,108 +35,73 @@ const (
 	numTensors = 8 // that a rank submits in a step
 )
 
-// partConfig describes a job to one of its processes, which has the ranks from First to End-1.
+// partConfig describes a job to the process of one of its ranks.
 type partConfig struct {
-	First, End, Size, Steps int
-	Capacity                int
-	Above, Levels           int      // engine.Config.LeadersAbove and LevelsAbove
-	Addrs                   []string // of all ranks
+	Rank, Size, Steps int
+	Capacity          int
+	Above             int      // engine.Config.LeadersAbove
+	Addrs             []string // of all ranks
 }
 
 // partResult is what one process has measured: its processor time and the time for all steps, and the memory
-// of its engines, which is that of the heap and of the stacks after all steps.
+// of its engine, which is that of the heap and of the stacks after all steps.
 type partResult struct {
 	CPU, Time time.Duration
 	Bytes     uint64
 }
 
-// TestValidationPart is the program of the processes that TestValidation starts. It prints the addresses of
-// its ranks, reads a partConfig, and prints a partResult.
+// TestValidationPart is the program of the processes that TestValidation starts. It prints the address of its
+// rank, reads a partConfig, and prints a partResult.
 func TestValidationPart(t *testing.T) {
 	if os.Getenv(partVariable) == "" {
 		t.Skip("TestValidation starts it")
 	}
-	var ranks int
-	if _, err := fmt.Sscan(os.Getenv(partVariable), &ranks); err != nil {
-		t.Fatal(err)
-	}
 	in, out := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
-	before := used()
-	var addrs []string
-	var endpoints []*tcp.Endpoint
-	for range ranks {
-		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0", DialTimeout: 4 * time.Minute,
-			HandshakeTimeout: time.Minute})
+	check := func(err error) {
+		t.Helper()
 		if err != nil {
 			t.Fatal(err)
 		}
-		endpoints, addrs = append(endpoints, e), append(addrs, e.Addr())
 	}
+	before := used()
+	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0", DialTimeout: 4 * time.Minute,
+		HandshakeTimeout: time.Minute})
+	check(err)
 	var p partConfig
-	if err := errors.Join(out.Encode(addrs), in.Decode(&p)); err != nil {
-		t.Fatal(err)
-	}
+	check(errors.Join(out.Encode(endpoint.Addr()), in.Decode(&p)))
 	var hosts []string
 	for r := range p.Size {
 		hosts = append(hosts, fmt.Sprint("host", r/perHost))
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
-	engines := make([]*engine.Engine, ranks)
-	each := func(f func(i int) error) {
-		var wg sync.WaitGroup
-		for i := range engines {
-			wg.Go(func() {
-				if err := f(i); err != nil {
-					fmt.Fprintf(os.Stderr, "rank %d: %v\n", p.First+i, err)
-					t.Fail()
-				}
-			})
-		}
-		wg.Wait()
-		if t.Failed() {
-			t.FailNow()
-		}
-	}
-	each(func(i int) error {
-		rank := topo.Rank(p.First + i)
-		mesh, err := endpoints[i].Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: rank, Addrs: p.Addrs})
-		if err != nil {
-			return err
-		}
-		cfg := engine.Config{Rank: rank, Size: p.Size, Mesh: mesh, Hosts: hosts, Spin: -1,
-			LeadersAbove: p.Above, LevelsAbove: p.Levels,
-			CacheCapacity: p.Capacity, FusionThresholdBytes: 1 << 20, LivenessTimeout: 5 * time.Minute}
-		cfg.Backends = append(cfg.Backends, opstcp.Register(mesh, opstcp.Config{}))
-		engines[i], err = engine.Start(ctx, cfg)
-		return err
-	})
+	rank := topo.Rank(p.Rank)
+	mesh, err := endpoint.Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: rank, Addrs: p.Addrs})
+	check(err)
+	cfg := engine.Config{Rank: rank, Size: p.Size, Mesh: mesh, Hosts: hosts, Spin: -1, LeadersAbove: p.Above,
+		CacheCapacity: p.Capacity, FusionThresholdBytes: 1 << 20, LivenessTimeout: 5 * time.Minute}
+	cfg.Backends = append(cfg.Backends, opstcp.Register(mesh, opstcp.Config{}))
+	e, err := engine.Start(ctx, cfg)
+	check(err)
 	// A step sums tensors without elements, so that the ranks only negotiate.
 	run := func(steps int) {
-		each(func(i int) error {
-			done := make(chan error, numTensors)
-			for range steps {
-				entries := make([]*tensorqueue.Entry, numTensors)
-				for k := range entries {
-					entries[k] = sum(fmt.Sprint("g", k), nil)
-					entries[k].Done = func(err error) { done <- err }
-				}
-				if err := engines[i].Submit(entries...); err != nil {
-					return err
-				}
-				for range entries {
-					select {
-					case err := <-done:
-						if err != nil {
-							return err
-						}
-					case <-ctx.Done():
-						return ctx.Err()
-					}
+		done := make(chan error, numTensors)
+		for range steps {
+			entries := make([]*tensorqueue.Entry, numTensors)
+			for k := range entries {
+				entries[k] = sum(fmt.Sprint("g", k), nil)
+				entries[k].Done = func(err error) { done <- err }
+			}
+			check(e.Submit(entries...))
+			for range entries {
+				select {
+				case err := <-done:
+					check(err)
+				case <-ctx.Done():
+					t.Fatal(ctx.Err())
 				}
 			}
-			return nil
-		})
+		}
 	}
 	run(3)
 	cpu, began := processorTime(t), time.Now()
@@ -148,10 +110,8 @@ func TestValidationPart(t *testing.T) {
 	if after := used(); after > before {
 		r.Bytes = after - before
 	}
-	each(func(i int) error { return engines[i].Shutdown(ctx, engine.Departure{}) })
-	if err := out.Encode(r); err != nil {
-		t.Fatal(err)
-	}
+	check(e.Shutdown(ctx, engine.Departure{}))
+	check(out.Encode(r))
 }
 
 // used returns the memory of the heap and of the stacks after a garbage collection.
@@ -171,24 +131,21 @@ func processorTime(t *testing.T) time.Duration {
 	return time.Duration(use.Utime.Nano() + use.Stime.Nano())
 }
 
-// part is a process with some ranks of a job.
+// part is the process of a rank.
 type part struct {
-	ranks int
-	cmd   *exec.Cmd
-	in    io.WriteCloser
-	out   *json.Decoder
+	cmd *exec.Cmd
+	in  io.WriteCloser
+	out *json.Decoder
 }
 
-// measureJob runs a job whose ranks are in processes of the given numbers of ranks. It returns the results of
-// the processes.
-func measureJob(t *testing.T, job partConfig, sizes []int) []partResult {
+// measureJob runs a job whose ranks are processes. It returns their results.
+func measureJob(t *testing.T, job partConfig) []partResult {
 	t.Helper()
-	parts := make([]part, len(sizes))
+	parts := make([]part, job.Size)
 	for i := range parts {
 		p := &parts[i]
-		p.ranks = sizes[i]
 		p.cmd = exec.CommandContext(t.Context(), os.Args[0], "-test.run=TestValidationPart$")
-		p.cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", partVariable, p.ranks))
+		p.cmd.Env = append(os.Environ(), partVariable+"=1")
 		p.cmd.Stderr = os.Stderr
 		out, err := p.cmd.StdoutPipe()
 		if err == nil {
@@ -203,14 +160,14 @@ func measureJob(t *testing.T, job partConfig, sizes []int) []partResult {
 		p.out = json.NewDecoder(out)
 	}
 	for i := range parts {
-		var addrs []string
-		if err := parts[i].out.Decode(&addrs); err != nil {
+		var addr string
+		if err := parts[i].out.Decode(&addr); err != nil {
 			t.Fatal(err)
 		}
-		job.Addrs = append(job.Addrs, addrs...)
+		job.Addrs = append(job.Addrs, addr)
 	}
 	for i := range parts {
-		job.First, job.End = job.End, job.End+parts[i].ranks
+		job.Rank = i
 		if err := json.NewEncoder(parts[i].in).Encode(job); err != nil {
 			t.Fatal(err)
 		}
@@ -239,14 +196,7 @@ type measured struct {
 // stepOf runs a job of real processes and returns the mean of its steps.
 func stepOf(t *testing.T, job partConfig) (m measured) {
 	t.Helper()
-	sizes := []int{1, job.Size - 1}
-	if job.Size <= mostProcesses {
-		sizes = make([]int, job.Size)
-		for i := range sizes {
-			sizes[i] = 1
-		}
-	}
-	results := measureJob(t, job, sizes)
+	results := measureJob(t, job)
 	for _, r := range results[1:] {
 		m.other += r.CPU
 		m.otherBytes += r.Bytes
@@ -256,9 +206,6 @@ func stepOf(t *testing.T, job partConfig) (m measured) {
 	return measured{root.CPU / steps, m.other / steps / others, root.Time / steps, root.Bytes,
 		m.otherBytes / uint64(others)}
 }
-
-// mostProcesses is the largest number of ranks of which each has a process.
-const mostProcesses = 256
 
 // simulated returns the mean of simulated steps, in which waking a rank costs wake. turns are those of all
 // ranks, and rootTurns those of rank 0.
@@ -290,16 +237,15 @@ func simulated(t *testing.T, job partConfig, policy simulate.Policy, wake time.D
 
 // TestValidation compares the processor time and the memory of jobs of real processes, which have no core to
 // themselves, with the simulation. It measures the cost of waking a rank in a small job first, because it
-// depends on what else the machine does. The job of more than mostProcesses ranks has two processes: one for
-// rank 0, and one for all others.
+// depends on what else the machine does.
 func TestValidation(t *testing.T) {
 	if !*validate {
 		t.Skip("make scale compares real processes with the simulation")
 	}
 	small := partConfig{Size: perHost, Capacity: 64, Steps: 100, Above: perHost}
-	real := stepOf(t, small)
+	got := stepOf(t, small)
 	want, _, turns := simulated(t, small, simulate.Star, 0)
-	wake := time.Duration(float64(real.root-want.root+(perHost-1)*(real.other-want.other)) / turns)
+	wake := max(0, time.Duration(float64(got.root-want.root+(perHost-1)*(got.other-want.other))/turns))
 	fmt.Printf("waking a rank costs %v\n", wake.Round(time.Microsecond))
 	fmt.Println("| ranks | policy | cache | CPU of rank 0, real | simulated | ratio | CPU of others, real | simulated | ratio | time of a step, real | simulated | KiB at rank 0 | KiB at others |")
 	fmt.Println("|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -311,21 +257,18 @@ func TestValidation(t *testing.T) {
 	}{
 		{16, simulate.Star, 64}, {16, simulate.Leaders, 64}, {64, simulate.Star, 64},
 		{64, simulate.Leaders, 64}, {64, simulate.Leaders, 0}, {128, simulate.Leaders, 64},
-		{256, simulate.Leaders, 64}, {1024, simulate.Levels, 64},
+		{256, simulate.Leaders, 64},
 	} {
-		if c.ranks > *validatedRanks {
-			continue
-		}
 		job := partConfig{Size: c.ranks, Capacity: c.capacity, Steps: max(10, 800/c.ranks), Above: 1}
 		if c.policy == simulate.Star {
 			job.Above = c.ranks
 		}
-		real := stepOf(t, job)
+		got := stepOf(t, job)
 		want, rootTurns, _ := simulated(t, job, c.policy, wake)
 		fmt.Printf("| %d | %s | %s | %.0f us | %.0f us (%.0f turns) | %.2f | %.0f us | %.0f us | %.2f | %.1f ms | %.1f ms | %d | %d |\n",
 			c.ranks, c.policy, map[bool]string{true: "yes", false: "no"}[c.capacity > 0],
-			us(real.root), us(want.root), rootTurns, float64(real.root)/float64(want.root),
-			us(real.other), us(want.other), float64(real.other)/float64(want.other),
-			us(real.step)/1e3, us(want.step)/1e3, real.rootBytes>>10, real.otherBytes>>10)
+			us(got.root), us(want.root), rootTurns, float64(got.root)/float64(want.root),
+			us(got.other), us(want.other), float64(got.other)/float64(want.other),
+			us(got.step)/1e3, us(want.step)/1e3, got.rootBytes>>10, got.otherBytes>>10)
 	}
 }
