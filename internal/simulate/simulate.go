@@ -49,8 +49,9 @@ type Config struct {
 	Seed           uint64
 	Costs          Costs
 	// Cores is the number of cores that all ranks share: a rank that has something to do waits until a core
-	// is free. The rank that was woken last gets the next free core, because the kernel prefers a process
-	// that has slept to those that have run. If Cores is 0, every rank has a core to itself.
+	// is free. The rank that was woken last gets the next free core, and in a step rank 0 is woken last. This
+	// rule was chosen because it fits jobs of real processes (docs/scale.md), and not from what the kernel
+	// does. If Cores is 0, every rank has a core to itself.
 	Cores int
 	// CPU, if not nil, reads a clock of CPU time, which measures what the state machines use (Load.Real).
 	CPU func() time.Duration
@@ -251,7 +252,7 @@ func (j *job) begin() {
 	for i := range j.all {
 		p := j.all[i]
 		if j.cfg.Cores > 0 {
-			p = j.all[len(j.all)-1-i] // rank 0 runs first, because it has the grants of the last step first
+			p = j.all[len(j.all)-1-i] // rank 0 is woken last (Config.Cores)
 		}
 		p.left, p.burst = len(j.cfg.Workload.of(p.rank)), 0
 		late := time.Duration(float64(j.cfg.Backward) * j.cfg.Jitter * j.rng.Float64())
