@@ -55,6 +55,23 @@ func TestSeed(t *testing.T) {
 	}
 }
 
+// Of four ranks that share a core, only one runs at a time, and being woken takes 1 ms. Rank 3 runs first,
+// rank 0 after it and, because it was woken last, again after rank 1 and after rank 2. It grants after 6 ms,
+// and the others have the grant 1, 2 and 3 ms later. With a core for each rank, all run at once.
+func TestCores(t *testing.T) {
+	for cores, want := range map[int]time.Duration{0: 1, 1: 9, 4: 1} {
+		r, err := Run(Config{Ranks: 4, PerHost: 8, Policy: Star, Workload: Small(2), Steps: 1, Bursts: 2,
+			Backward: 500 * time.Millisecond, Cores: cores,
+			Costs: Costs{Wake: time.Millisecond, BytesPerSecond: 1e15}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := r.Steps[0].Latency; got != want*time.Millisecond {
+			t.Errorf("%d cores: the last grant comes after %v, want %d ms", cores, got, want)
+		}
+	}
+}
+
 // Every rank gets a verdict, which names the rank that was killed, or the ranks of a host that vanished that
 // had a connection to rank 0.
 func TestFaults(t *testing.T) {
