@@ -84,6 +84,9 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 			if err != nil || fmt.Sprint(got) != fmt.Sprint(want) {
 				t.Fatalf("cut at %d: got %q, %v, want %q", at, got, err, want)
 			}
+			if cap(f.buf) > firstStep {
+				t.Errorf("cut at %d: the buffer has %d bytes, want %d", at, cap(f.buf), firstStep)
+			}
 			a.end = &transport.PeerError{Peer: 3, Err: io.ErrUnexpectedEOF}
 			if _, err := take(f, a); !errors.Is(err, errPeerClosed) {
 				t.Errorf("cut at %d: the connection ended with %v, want %v", at, err, errPeerClosed)

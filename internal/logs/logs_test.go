@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -209,6 +210,21 @@ func lines(entries *observer.ObservedLogs) string {
 		all = append(all, text)
 	}
 	return strings.Join(all, " ")
+}
+
+// Each rank has such a logger and most never write to it, so it must take little memory, also if With derives
+// others from it.
+func TestQuietIsSmall(t *testing.T) {
+	const loggers, most = 100, 4 << 10
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range loggers {
+		logs.Quiet(zap.NewNop()).With(zap.Int("rank", 1)).Debug("below the level")
+	}
+	runtime.ReadMemStats(&after)
+	if got := (after.TotalAlloc - before.TotalAlloc) / loggers; got > most {
+		t.Errorf("a logger has allocated %d bytes before its first line, want at most %d", got, most)
+	}
 }
 
 // TestStorm logs the same line many times. Only 20 lines may be written per minute. The first line of the
