@@ -58,9 +58,10 @@ type Session struct {
 	// Groups has, for each rank, the lowest rank with which it shares memory, which may be the rank itself.
 	// It is nil if Memory is nil.
 	Groups []topo.Rank
-	// Hosts has the host name of each rank, in the order of the ranks.
+	// Hosts has the host name of each rank, in the order of the ranks. It is nil when the engine runs.
 	Hosts []string
-	// Capabilities says for each rank which backends it can serve (rendezvous.Record).
+	// Capabilities says for each rank which backends it can serve (rendezvous.Record). It is nil when the
+	// engine runs.
 	Capabilities []map[string]string
 	// LocalSize is the number of ranks on the host of this rank, and Processors the number of processors on
 	// which they may run. A launcher may have bound each rank to processors of its own.
@@ -265,7 +266,7 @@ func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 }
 
 // Lacking returns which ranks cannot serve a backend, and the reason. If all ranks can serve it, the reason
-// is "". The result is the same at all ranks.
+// is "". The result is the same at all ranks. It must not be called when the engine runs.
 func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 	var reasons []string
 	for r, capabilities := range s.Capabilities {
