@@ -4,11 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
+
+// failTime is how long FailNode waits for the answer of the sidecar, which needs at most 5 s to leave a job.
+const failTime = 10 * time.Second
 
 // Node is the place of a node of a parameter server.
 type Node struct {
@@ -55,8 +59,11 @@ func (c *Client) Finalize(ctx context.Context, barrier bool) error {
 }
 
 // FailNode leaves the job of the parameter server because the program has failed. It also ends a Finalize in
-// progress.
+// progress. A process calls it at its end, so FailNode waits only for a limited time, also for a sidecar that
+// is stopped.
 func (c *Client) FailNode(ctx context.Context, reason string) error {
+	ctx, cancel := context.WithTimeout(ctx, failTime)
+	defer cancel()
 	_, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Finalize{
 		Finalize: &sidecarpb.Finalize{Failure: reason}}}, -1)
 	return err

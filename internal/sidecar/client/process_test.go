@@ -14,6 +14,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protowire"
@@ -331,6 +332,27 @@ func TestOtherUser(t *testing.T) {
 	}
 	if !strings.Contains(err.Error(), "runs as user 65534") {
 		t.Errorf("got %v", err)
+	}
+}
+
+// FailNode returns if the sidecar does not answer.
+func TestFailNode(t *testing.T) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := newClient(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.fd = pair[0]
+	synctest.Test(t, func(t *testing.T) { // without a limit, it panics because all goroutines wait
+		if err := c.FailNode(t.Context(), "its file is damaged"); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
+		}
+	})
+	if err := errors.Join(c.ring.segment.Close(), unix.Close(pair[0]), unix.Close(pair[1])); err != nil {
+		t.Error(err)
 	}
 }
 
