@@ -21,7 +21,7 @@ type node struct {
 	conn     *conn
 	ctx      context.Context // ends when the connection ends
 	cancel   context.CancelFunc
-	requests chan *sidecarpb.Request
+	requests chan func()                 // each handles a request
 	started  atomic.Pointer[psnode.Node] // nil before Start and after Finalize
 }
 
@@ -30,7 +30,7 @@ var errNoNode = errors.New("this client has started no node of a parameter serve
 
 // newNode returns a node and starts its goroutine.
 func newNode(c *conn) *node {
-	n := &node{conn: c, requests: make(chan *sidecarpb.Request, c.server.cfg.MaxInFlight)}
+	n := &node{conn: c, requests: make(chan func(), c.server.cfg.MaxInFlight)}
 	n.ctx, n.cancel = context.WithCancel(c.server.ctx)
 	c.server.wg.Go(n.run)
 	return n
@@ -51,8 +51,8 @@ func isNodeRequest(q *sidecarpb.Request) bool {
 func (n *node) run() {
 	for {
 		select {
-		case q := <-n.requests:
-			n.handle(q)
+		case handle := <-n.requests:
+			handle()
 			continue
 		case <-n.ctx.Done():
 		}
@@ -64,14 +64,25 @@ func (n *node) run() {
 	}
 }
 
-// take handles a request, or passes it to the goroutine of n. A failure does not wait for earlier requests,
-// because it also ends a Finalize in progress. The reader calls take.
+// take passes a request to the goroutine of n. A failure does not wait for earlier requests, because it also
+// ends a Finalize in progress, but is answered after them. So they get the errors of the node that has failed.
+// The reader calls take.
 func (n *node) take(q *sidecarpb.Request) {
-	if q.GetFinalize().GetFailure() != "" {
-		n.control(q)
-		return
+	handle := func() { n.handle(q) }
+	reason, started := q.GetFinalize().GetFailure(), n.started.Load()
+	if reason != "" && started != nil {
+		left := make(chan struct{})
+		n.conn.server.wg.Go(func() {
+			defer close(left)
+			started.Fail(reason)
+		})
+		handle = func() {
+			<-left
+			n.started.CompareAndSwap(started, nil)
+			n.conn.answer(q.Id, nil, nil)
+		}
 	}
-	n.requests <- q // there is room for as many as may be unanswered
+	n.requests <- handle // there is room for as many as may be unanswered
 }
 
 // handle handles a request and answers it.

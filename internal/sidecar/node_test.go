@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/ps"
 )
 
 func startNode(settings map[string]string) *sidecarpb.Request {
@@ -100,31 +101,58 @@ func TestNode(t *testing.T) {
 	})
 }
 
-// TestNodeFails checks that a failure ends a Finalize that waits for the other nodes.
+// TestNodeFails checks that a failure ends a Finalize that waits for the other nodes, that these learn the
+// reason, and that requests before the failure get the error of the node.
 func TestNodeFails(t *testing.T) {
-	port, failed := strconv.Itoa(testnet.FreePort(t)), make(chan struct{})
-	roles := []string{"scheduler", "worker"}
-	clients := make([]*client, len(roles))
-	for i := range clients {
-		clients[i] = connect(t, server(t, Config{}))
-	}
-	all(clients, func(i int, c *client) {
-		c.Must(startNode(map[string]string{"DMLC_ROLE": roles[i], "DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "1",
-			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port}))
-		finalize := func() uint64 {
-			if roles[i] != "worker" {
-				<-failed
+	for _, finalizes := range []bool{true, false} {
+		port := strconv.Itoa(testnet.FreePort(t))
+		servers := []*Server{server(t, Config{}), server(t, Config{})}
+		clients := []*client{connect(t, servers[0]), connect(t, servers[1])}
+		all(clients, func(i int, c *client) {
+			c.Must(startNode(map[string]string{"DMLC_ROLE": []string{"scheduler", "server"}[i],
+				"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
+				"DMLC_PS_ROOT_PORT": port}))
+		})
+		scheduler, failing := clients[0], clients[1]
+		var other, mine uint64
+		servers[1].mu.Lock()
+		memory := &servers[1].client.memory
+		servers[1].mu.Unlock()
+		if finalizes {
+			mine = failing.Send(finalizeNode())
+			for app, text := int32(0), ""; !strings.Contains(text, "has been finalized"); app++ {
+				q := serveApp("sum")
+				q.GetServe().App = app
+				text = failing.Call(q).GetError().GetText()
 			}
-			return c.Send(finalizeNode())
-		}()
-		if roles[i] == "worker" {
-			c.Must(&sidecarpb.Request{What: &sidecarpb.Request_Finalize{
-				Finalize: &sidecarpb.Finalize{Failure: "its file is damaged"}}})
-			close(failed)
+		} else {
+			other = scheduler.Send(finalizeNode())
+			memory.mu.Lock() // the exchange waits for it, and the barrier for the exchange
+			failing.Send(exchange(new(sidecarpb.Exchange)))
+			mine = failing.Send(&sidecarpb.Request{What: &sidecarpb.Request_NodeBarrier{
+				NodeBarrier: &sidecarpb.NodeBarrier{Group: int32(ps.ServerGroup)}}})
 		}
-		c.Reply(finalize)
-		c.bye()
-	})
+		failure := failing.Send(&sidecarpb.Request{What: &sidecarpb.Request_Finalize{
+			Finalize: &sidecarpb.Finalize{Failure: "its file is damaged"}}})
+		if finalizes {
+			failing.Reply(failure)
+			other = scheduler.Send(finalizeNode())
+		}
+		// In the first case, the barrier of Finalize may have heard of all nodes.
+		got := scheduler.Reply(other).GetError().GetText()
+		if !finalizes && !strings.Contains(got, "its file is damaged") {
+			t.Errorf("the scheduler: got %q, want the reason", got)
+		}
+		if !finalizes {
+			memory.mu.Unlock()
+			failing.Reply(failure)
+		}
+		if e := failing.Reply(mine).GetError(); e == nil || strings.Contains(e.GetText(), "has started no node") {
+			t.Errorf("a request before the failure: got %v, want the error of the node", e)
+		}
+		scheduler.bye()
+		failing.bye()
+	}
 }
 
 // TestNodeOfADeadClient checks that the sidecar fails if a client ends whose node is in a job.
