@@ -17,12 +17,16 @@
 //
 //  1. A process holds a lock on its folder, which the kernel releases when the process ends. So a folder in
 //     the runtime folder that nobody has locked has been abandoned, and the next call of New on this host
-//     removes it. It also removes folders of earlier boots, if no other host can use the file system.
-//  2. No other process removes a folder that is locked.
+//     removes it. On a local file system it also removes folders that a host with the same /etc/machine-id
+//     has made before this host was booted.
+//  2. No other process removes a folder that is locked, unless this host exports the file system to a host
+//     that has the same /etc/machine-id.
 package rundir
 
 import (
+	"bytes"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -45,8 +49,9 @@ const (
 	sweptAtOnce = 1000
 	// maxTries is how often New makes a folder again because another process took the last one for abandoned.
 	maxTries = 1000
-	// randomBytes is the number of random bytes in the name of a folder.
-	randomBytes = 8
+	// idBytes is the number of bytes after the boot in the name of a folder. The first machineBytes of them
+	// say which host has made it, if /etc/machine-id does. The others are random.
+	idBytes, machineBytes = 8, 4
 )
 
 // Dir is a folder of one process. Its methods are safe for concurrent use.
@@ -144,7 +149,7 @@ func private(path string) error {
 
 // prefix returns the beginning of the names of the folders that processes make in this boot of this host.
 // Processes of other hosts may use the same file system, and some file systems have locks that only the host
-// itself sees. So New removes only folders with this prefix.
+// itself sees. So New removes only folders with this prefix, and those for which isOfMachine returns true.
 func prefix() (string, error) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -152,6 +157,17 @@ func prefix() (string, error) {
 	}
 	id, _, _ := strings.Cut(string(boot), "-")
 	return "p" + id + "-", nil
+}
+
+// machine returns the beginning of what follows the boot in the names of the folders that processes make on
+// this host, or "" if no file identifies the host.
+func machine() string {
+	id, err := os.ReadFile("/etc/machine-id")
+	if err != nil || len(bytes.TrimSpace(id)) != 32 {
+		return ""
+	}
+	sum := sha256.Sum256(append([]byte("gohvd "), id...))
+	return hex.EncodeToString(sum[:machineBytes])
 }
 
 // New makes a folder for this process. Before that, it removes the folders of processes of this user that
@@ -186,14 +202,17 @@ func New(xdg string) (*Dir, error) {
 }
 
 // create makes a folder with the prefix and a random name in the folder shared, and locks it. If another
-// process has taken the folder for abandoned before it was locked, create returns nil.
+// process has taken the folder for abandoned before it was locked, or has the same name, create returns nil.
 func create(shared, prefix string) (*Dir, error) {
-	var random [randomBytes]byte
+	var random [idBytes]byte
 	if _, err := rand.Read(random[:]); err != nil {
 		return nil, err
 	}
-	path := filepath.Join(shared, prefix+hex.EncodeToString(random[:]))
-	if err := os.Mkdir(path, permDir); err != nil {
+	of := machine()
+	path := filepath.Join(shared, prefix+of+hex.EncodeToString(random[len(of)/2:]))
+	if err := os.Mkdir(path, permDir); errors.Is(err, fs.ErrExist) {
+		return nil, nil
+	} else if err != nil {
 		return nil, err
 	}
 	fd, err := open(path)
@@ -223,21 +242,21 @@ func sweep(shared, prefix string, all bool) (locked []string, err error) {
 		return nil, err
 	}
 	defer d.Close()
-	booted := bootTime(d)
+	of, booted := machine(), bootTime(d)
 	for {
 		entries, err := d.ReadDir(sweptAtOnce)
 		if err != nil && !errors.Is(err, io.EOF) {
 			return nil, err
 		}
-		locked = append(locked, sweepEntries(shared, prefix, booted, entries)...)
+		locked = append(locked, sweepEntries(shared, prefix, of, booted, entries)...)
 		if err != nil || !all {
 			return locked, nil
 		}
 	}
 }
 
-// sweepEntries does the work of sweep for some of the names. booted is the result of bootTime.
-func sweepEntries(shared, prefix string, booted time.Time, entries []fs.DirEntry) (locked []string) {
+// sweepEntries does the work of sweep for some of the names. of and booted are the results of machine and bootTime.
+func sweepEntries(shared, prefix, of string, booted time.Time, entries []fs.DirEntry) (locked []string) {
 	for _, entry := range entries {
 		path := filepath.Join(shared, entry.Name())
 		if !entry.IsDir() {
@@ -245,7 +264,7 @@ func sweepEntries(shared, prefix string, booted time.Time, entries []fs.DirEntry
 		}
 		if !strings.HasPrefix(entry.Name(), prefix) {
 			info, err := entry.Info()
-			if err == nil && isOfBoot(entry.Name()) && info.ModTime().Before(booted) {
+			if err == nil && isOfMachine(entry.Name(), of) && info.ModTime().Before(booted) {
 				_ = os.RemoveAll(path)
 			}
 			continue
@@ -264,17 +283,19 @@ func sweepEntries(shared, prefix string, booted time.Time, entries []fs.DirEntry
 	return locked
 }
 
-// isOfBoot reports whether name is one that create makes, in any boot.
-func isOfBoot(name string) bool {
+// isOfMachine reports whether name is one that create makes on the host for which machine returns of, in any
+// boot. Hosts may have the same /etc/machine-id, if it is part of an image, so this does not suffice to remove
+// a folder.
+func isOfMachine(name, of string) bool {
 	const digits = "0123456789abcdef"
-	boot, random, ok := strings.Cut(name, "-")
-	return ok && len(boot) == 1+8 && boot[0] == 'p' && len(random) == 2*randomBytes &&
-		strings.Trim(boot[1:]+random, digits) == ""
+	boot, id, ok := strings.Cut(name, "-")
+	return ok && of != "" && len(boot) == 1+8 && boot[0] == 'p' && len(id) == 2*idBytes &&
+		strings.HasPrefix(id, of) && strings.Trim(boot[1:]+id, digits) == ""
 }
 
-// bootTime returns when this host was booted if other hosts cannot use the file system of the folder d, or
-// the zero Time if they can. A container may use it too, and have another boot id, but what it makes is
-// newer.
+// bootTime returns when this host was booted if the file system of the folder d is one that other hosts do not
+// use themselves, or the zero Time if they may. This host may still export it to them. A container may use it
+// too, and have another boot id, but what it makes is newer.
 func bootTime(d *os.File) time.Time {
 	var f unix.Statfs_t
 	var up unix.Sysinfo_t

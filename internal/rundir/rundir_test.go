@@ -158,18 +158,24 @@ func TestPlaces(t *testing.T) {
 // TestSweep checks that New removes the folder of a process that was killed, and that of an earlier boot, and
 // nothing else, such as the folder of a process on another host.
 func TestSweep(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
+	temp, err := os.MkdirTemp("/dev/shm", "rundir") // other hosts do not use it
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(temp) })
+	t.Setenv("TMPDIR", temp)
 	living, _ := start(t)
 	dead, kill := start(t)
 	shared := filepath.Dir(dead)
-	other, elsewhere := filepath.Join(shared, "other"), filepath.Join(shared, "p00000000-0123456789abcdef")
-	earlier := filepath.Join(shared, "p00000001-0123456789abcdef")
-	for _, path := range []string{other, elsewhere, earlier} {
+	_, id, _ := strings.Cut(filepath.Base(dead), "-")
+	other, elsewhere := filepath.Join(shared, "other"), filepath.Join(shared, "p00000001-0123456789abcdef")
+	earlier, later := filepath.Join(shared, "p00000001-"+id), filepath.Join(shared, "p00000002-"+id)
+	for _, path := range []string{other, elsewhere, earlier, later} {
 		if err := os.Mkdir(path, 0o700); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for _, path := range []string{other, earlier} {
+	for _, path := range []string{other, elsewhere, earlier} {
 		if err := os.Chtimes(path, time.Time{}, time.Unix(1, 0)); err != nil {
 			t.Fatal(err)
 		}
@@ -180,12 +186,18 @@ func TestSweep(t *testing.T) {
 	}
 	kill()
 	newDir(t, "")
-	for _, path := range []string{dead, earlier} {
+	gone, kept := []string{dead}, []string{filepath.Join(living, "secret"), other, elsewhere, later}
+	if text, err := os.ReadFile("/etc/machine-id"); err == nil && len(text) > 1 {
+		gone = append(gone, earlier)
+	} else {
+		kept = append(kept, earlier) // nobody knows whether it is of this host
+	}
+	for _, path := range gone {
 		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("%s after the end of its process: got %v, want no folder", path, err)
 		}
 	}
-	for _, path := range []string{filepath.Join(living, "secret"), other, elsewhere} {
+	for _, path := range kept {
 		if _, err := os.Lstat(path); err != nil {
 			t.Error(err)
 		}
