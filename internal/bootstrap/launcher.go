@@ -781,13 +781,17 @@ func findKubernetes(v *variables) (*Env, string) {
 	return e, "JOB_COMPLETION_INDEX"
 }
 
-// findBatch finds multi-node parallel jobs of AWS Batch, which run one container on each node.
+// findBatch finds multi-node parallel jobs of AWS Batch, which run one container on each node. The program of
+// a container may start several ranks and set the variables of findPlain for them.
 func findBatch(v *variables) (*Env, string) {
 	const indexName, sizeName, mainName = "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES",
 		"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 	why, ok := v.firstSet(sizeName, indexName)
 	if !ok {
 		return nil, "neither " + sizeName + " nor " + indexName + " is set"
+	}
+	if v.getenv("RANK") != "" && v.getenv("WORLD_SIZE") != "" {
+		return nil, "RANK and WORLD_SIZE are set"
 	}
 	e := newEnv(v.pair(indexName, sizeName))
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
