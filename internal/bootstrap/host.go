@@ -5,7 +5,8 @@ import (
 	"fmt"
 )
 
-// meetAtHost lets the ranks meet at a host and a port that all of them know in advance.
+// meetAtHost lets the ranks meet at a host and a port that all of them know in advance. Rank 0 may know only the
+// port. Then host is "" there.
 func (e *Env) meetAtHost(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret
@@ -19,6 +20,12 @@ func (e *Env) meetAtHost(ctx context.Context, o MeetOptions, m *Place, host stri
 			host = loopback
 		}
 		return e.dial(ctx, o, m, host, o.Port)
+	}
+	if host == "" {
+		var err error
+		if host, err = e.announcedHost(o); err != nil {
+			return err
+		}
 	}
 	listen, err := e.listenHost(ctx, o, host)
 	if err != nil {

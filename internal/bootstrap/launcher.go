@@ -825,6 +825,8 @@ func (e *Env) Where() string {
 		return "at the TCPStore of torchrun, " + at
 	case e.way == atMaster:
 		return "at a store of rank 0, published at " + at
+	case e.way == atHost && host == "":
+		return fmt.Sprintf("at a store of rank 0, port %d of this host", e.port)
 	case e.way == atHost:
 		return "at a store of rank 0, " + at
 	case e.way == byUser:

@@ -143,7 +143,7 @@ func TestDetect(t *testing.T) {
 			"RANK": "9", "WORLD_SIZE": "16", "MASTER_ADDR": "h", "MASTER_PORT": "5"},
 			"plain environment 9/16 -1/-1 -1/-1 ", "published at h:5"},
 		{"AWS Batch, main node", environment{"AWS_BATCH_JOB_ID": "j#0", "AWS_BATCH_JOB_NODE_INDEX": "0",
-			"AWS_BATCH_JOB_NUM_NODES": "2"}, "AWS Batch 0/2 0/1 0/2 j", ""},
+			"AWS_BATCH_JOB_NUM_NODES": "2"}, "AWS Batch 0/2 0/1 0/2 j", "rank 0, port 29550 of this host"},
 		{"Flux", fluxEnv, "Flux 3/4 3/4 0/1 ƒ7", "published in a file in /tmp/flux/jobtmp"},
 		{"Flux, hosts", fluxEnv.with("FLUX_JOB_NNODES", "2"), "Flux 3/4 -1/-1 -1/-1 ƒ7", "nowhere: Flux does"},
 		{"Flux, PMI", fluxEnv.with("PMI_RANK", "3", "PMI_SIZE", "4", "PMI_FD", "9"),

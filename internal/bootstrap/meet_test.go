@@ -91,9 +91,13 @@ func TestSlurm(t *testing.T) {
 // TestInterfaces chooses interfaces. If the name that the other ranks dial resolves to an address of a chosen
 // interface, rank 0 must listen only on this address. Otherwise it must listen on all interfaces.
 func TestInterfaces(t *testing.T) {
-	meet := func(o MeetOptions) (*Place, int, error) {
+	meet := func(o MeetOptions, unnamed bool) (*Place, int, error) {
 		o.Insecure, o.Port = true, testnet.FreePort(t)
-		m, err := slurmRanks(t, 2)[0].Meet(testnet.Context(t), o)
+		e := slurmRanks(t, 2)[0]
+		if unnamed {
+			e.host = "" // as on the main node of AWS Batch
+		}
+		m, err := e.Meet(testnet.Context(t), o)
 		return m, o.Port, err
 	}
 	node1 := func(addr string, err error) func(context.Context, string) (string, error) {
@@ -112,13 +116,14 @@ func TestInterfaces(t *testing.T) {
 		"chosen": {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"),
 			resolver: node1(loopback, nil)}, false},
 		"by the system's resolver": {MeetOptions{Interfaces: onLoopback(t), Host: loopback}, false},
+		"no name":                  {MeetOptions{Interfaces: onLoopback(t)}, false},
 		"another than the name's": {MeetOptions{Interfaces: onLoopback(t),
 			resolver: node1("192.0.2.1", nil)}, true},
 		"no address": {MeetOptions{Interfaces: onLoopback(t), resolver: node1("", errors.New("broken"))},
 			true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, port, err := meet(c.o)
+			m, port, err := meet(c.o, name == "no name")
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -128,7 +133,7 @@ func TestInterfaces(t *testing.T) {
 			}
 		})
 	}
-	m, _, err := meet(MeetOptions{Interfaces: interfaces(t, "203.0.113.0/24")})
+	m, _, err := meet(MeetOptions{Interfaces: interfaces(t, "203.0.113.0/24")}, false)
 	testnet.WantError(t, err, "network interfaces 203.0.113.0/24: none is up on this host")
 	if m != nil {
 		t.Error("there is a meeting beside the error")

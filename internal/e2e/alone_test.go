@@ -75,8 +75,13 @@ func launcherRows(dir string, port, launcherPort int) []launcherRow {
 		{bootstrap.Kubernetes, func(rank, _ int) []string {
 			return []string{fmt.Sprintf("JOB_COMPLETION_INDEX=%d", rank), fmt.Sprintf("HOSTNAME=train-%d", rank)}
 		}, append([]string{"HVD_SIZE=2"}, rendezvous...), "HVD_SIZE"},
-		{bootstrap.Batch, numbered("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES", "", "",
-			"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS=127.0.0.1"), rendezvous[1:], "AWS_BATCH_JOB_NUM_NODES"},
+		{bootstrap.Batch, func(rank, size int) []string {
+			all := numbered("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES", "", "")(rank, size)
+			if rank > 0 { // the main node has no such variable
+				all = append(all, "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS=127.0.0.1")
+			}
+			return all
+		}, rendezvous[1:], "AWS_BATCH_JOB_NUM_NODES"},
 		{bootstrap.Plain, numbered("RANK", "WORLD_SIZE", "", "", master...), nil, "MASTER_ADDR"},
 		{bootstrap.PALS, numbered("PALS_RANKID", "", "", ""), sized, "HVD_SIZE"},
 		{bootstrap.ALPS, numbered("ALPS_APP_PE", "", "", ""), sized, "HVD_SIZE"},
