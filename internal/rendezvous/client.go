@@ -16,8 +16,9 @@ import (
 type client struct {
 	cfg   *JoinConfig
 	nonce []byte
-	// accepted is set if the connection to a root has ended while this rank waited for its answer, so that
-	// the process of that root has ended while its epoch was forming.
+	// accepted is set if the connection to the last root has ended while this rank waited for its answer. Then
+	// the process of that root has probably ended while its epoch was forming. An answer that the epoch is
+	// another one clears it.
 	accepted bool
 }
 
@@ -123,8 +124,10 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	case rendezvouspb.Answer_MISSING:
 		return nil, &WaitError{decodeRanks(a.GetRanks()), "waiting for " + a.GetText(), ctx.Err()}
 	case rendezvouspb.Answer_STALE:
+		c.accepted = false
 		return nil, errStale
 	case rendezvouspb.Answer_COMPLETE:
+		c.accepted = false
 		return nil, &completeError{a.GetEpoch()}
 	case rendezvouspb.Answer_REFUSED:
 		return nil, &RefusedError{Reason(a.GetReason()), a.GetText(), decodeRanks(a.GetRanks())}

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -634,8 +635,8 @@ func TestStoreIsLost(t *testing.T) {
 	testnet.Eventually(t, "rank 1 waits", func() bool { return kv.Waits() == 1 })
 	kv.Close()
 	err = (<-r1).err
-	if !errors.Is(err, store.ErrClosed) {
-		t.Errorf("rank 1: got %v, want ErrClosed", err)
+	if !errors.Is(err, store.ErrClosed) || !errors.Is(err, ErrStoreEnded) {
+		t.Errorf("rank 1: got %v, want ErrClosed and ErrStoreEnded", err)
 	}
 
 	kv = store.NewHashStore(store.Limits{})
@@ -644,6 +645,27 @@ func TestStoreIsLost(t *testing.T) {
 	testnet.Eventually(t, "rank 1 tries", func() bool { return kv.Waits() == 1 })
 	kv.Close()
 	testnet.WantError(t, (<-r1).err, "store is closed", "connection refused")
+
+	// A root ends the connection before its answer, and says then that its epoch is complete.
+	kv = store.NewHashStore(store.Limits{})
+	var asked atomic.Int32
+	answered := make(chan struct{})
+	publishRoot(t, kv, testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		dial.ReadFrame(conn, maxJoinRequestBytes)
+		if asked.Add(1) == 2 {
+			answer, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: 7})
+			conn.Write(answer)
+			close(answered)
+		}
+	}), 1)
+	r1 = start(t, ctx, config(kv, 1, 3))
+	<-answered
+	kv.Close()
+	if err = (<-r1).err; !errors.Is(err, ErrStoreEnded) {
+		t.Errorf("rank 1 of another epoch: got %v, want ErrStoreEnded", err)
+	}
 }
 
 // closedPort returns an address at which no process listens.

@@ -13,10 +13,10 @@ import (
 )
 
 // ErrStoreEnded is in the error of Join at a rank other than 0 if the store has ended, and this rank has
-// found there only a root that did not accept it: the root of an epoch without this rank, or one that does
-// not answer. If a rank 0 serves the store, it may have been that of an earlier program, and this program may
+// found there no root, or only one that did not accept it: the root of an epoch without this rank, or one that
+// does not answer. If a rank 0 serves the store, it may have been that of an earlier program, and this program may
 // have another store at the same place.
-var ErrStoreEnded = errors.New("the store has ended, and the root in it did not accept this rank")
+var ErrStoreEnded = errors.New("the store has ended, and no root in it accepted this rank")
 
 // errNewerRoot is returned when an attempt to join a root ends because the store has a newer root.
 var errNewerRoot = errors.New("rank 0 has published a newer root in the store")
@@ -34,6 +34,9 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
 		switch {
 		case err != nil && why == nil:
+			if ctx.Err() == nil {
+				err = fmt.Errorf("%w: %w", ErrStoreEnded, err)
+			}
 			return nil, waitForRoot("waiting until rank 0 serves its root, at which the ranks check in", err)
 		case err != nil:
 			if ctx.Err() == nil && !c.accepted {
