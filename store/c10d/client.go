@@ -172,6 +172,10 @@ func (s *Store) take(ctx context.Context) (*conn, error) {
 	s.mu.Unlock()
 	nc, err := dial.Connect(ctx, s.addr)
 	if err != nil {
+		// At the deadline of ctx, the dialer may return a timeout of its own.
+		if deadline, ok := ctx.Deadline(); ok && !time.Now().Before(deadline) {
+			err = fmt.Errorf("%w: %w", context.DeadlineExceeded, err)
+		}
 		return nil, err
 	}
 	c := &conn{Conn: nc, in: reader{Reader: bufio.NewReader(nc)}}
