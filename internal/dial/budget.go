@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// budgetWait is how long Acquire waits until other connections have released enough bytes.
+// budgetWait is how long Acquire waits until other connections release bytes.
 const budgetWait = 10 * time.Second
 
 // Budget limits the memory that all connections of a server hold together, for example for requests that they
@@ -26,9 +26,8 @@ type Budget struct {
 func NewBudget(what string, most int64) *Budget { return &Budget{what: what, most: most} }
 
 // Acquire takes n bytes. If fewer are left, it waits until other connections have released some. It returns
-// an error after 10 s, if ctx ends first, or at once if n is more than all bytes of b.
+// an error if none releases any for 10 s, if ctx ends first, or at once if n is more than all bytes of b.
 func (b *Budget) Acquire(ctx context.Context, n int64) error {
-	var expired <-chan time.Time
 	for {
 		b.mu.Lock()
 		held := b.held
@@ -46,16 +45,11 @@ func (b *Budget) Acquire(ctx context.Context, n int64) error {
 		}
 		freed := b.freed
 		b.mu.Unlock()
-		if expired == nil {
-			t := time.NewTimer(budgetWait)
-			defer t.Stop()
-			expired = t.C
-		}
 		select {
 		case <-freed:
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-expired:
+		case <-time.After(budgetWait):
 			return b.exceeded(held, n)
 		}
 	}
