@@ -5,8 +5,8 @@ import (
 	"fmt"
 )
 
-// meetAtHost lets the ranks meet at a host and a port that all of them know in advance. Rank 0 may know only the
-// port. Then host is "" there.
+// meetAtHost lets the ranks meet at a host and a port that all of them know in advance. Rank 0 may know only
+// the port. Then host is "" there.
 func (e *Env) meetAtHost(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret

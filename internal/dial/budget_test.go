@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// If a Budget has no bytes left, Acquire waits until bytes are released, at most 10 s after the last release or
-// until its context ends.
+// If a Budget has no bytes left, Acquire waits until bytes are released, at most 10 s after the last release
+// or until its context ends.
 func TestBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewBudget("requests", 10)
@@ -37,7 +37,7 @@ func TestBudget(t *testing.T) {
 			}
 		}
 		began := time.Now()
-		time.AfterFunc(budgetWait-1, func() { b.Release(0) }) // the time begins anew
+		time.AfterFunc(budgetWait-1, func() { b.Release(0) }) // the time begins again
 		err := b.Acquire(t.Context(), 1)
 		testnet.WantError(t, err, "all clients together hold 10 bytes for requests", "1 more", "at most 10")
 		if d := time.Since(began); d != 2*budgetWait-1 {

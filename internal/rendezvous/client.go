@@ -16,9 +16,9 @@ import (
 type client struct {
 	cfg   *JoinConfig
 	nonce []byte
-	// accepted is set if the connection to the last root has ended while this rank waited for its answer. Then
-	// the process of that root has probably ended while its epoch was forming. An answer that the epoch is
-	// another one clears it.
+	// accepted is set if the connection to the last root has ended while this rank waited for its answer.
+	// Then the process of that root has probably ended while its epoch was forming. An answer that the epoch
+	// is another one clears it.
 	accepted bool
 }
 

@@ -655,7 +655,8 @@ func TestStoreIsLost(t *testing.T) {
 		conn.Write(dial.Greeting(rootMagic, rootVersion))
 		dial.ReadFrame(conn, maxJoinRequestBytes)
 		if asked.Add(1) == 2 {
-			answer, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: 7})
+			answer, _ := appendMessage(nil,
+				&rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: 7})
 			conn.Write(answer)
 			close(answered)
 		}

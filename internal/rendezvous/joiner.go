@@ -13,9 +13,9 @@ import (
 )
 
 // ErrStoreEnded is in the error of Join at a rank other than 0 if the store has ended, and this rank has
-// found there no root, or only one that did not accept it: the root of an epoch without this rank, or one that
-// does not answer. If a rank 0 serves the store, it may have been that of an earlier program, and this program may
-// have another store at the same place.
+// found there no root, or only one that did not accept it: the root of an epoch without this rank, or one
+// that does not answer. If a rank 0 serves the store, it may have been that of an earlier program, and this
+// program may have another store at the same place.
 var ErrStoreEnded = errors.New("the store has ended, and no root in it accepted this rank")
 
 // errNewerRoot is returned when an attempt to join a root ends because the store has a newer root.

@@ -255,7 +255,8 @@ func sweep(shared, prefix string, all bool) (locked []string, err error) {
 	}
 }
 
-// sweepEntries does the work of sweep for some of the names. of and booted are the results of machine and bootTime.
+// sweepEntries does the work of sweep for some of the names. of and booted are the results of machine and
+// bootTime.
 func sweepEntries(shared, prefix, of string, booted time.Time, entries []fs.DirEntry) (locked []string) {
 	for _, entry := range entries {
 		path := filepath.Join(shared, entry.Name())
@@ -284,8 +285,8 @@ func sweepEntries(shared, prefix, of string, booted time.Time, entries []fs.DirE
 }
 
 // isOfMachine reports whether name is one that create makes on the host for which machine returns of, in any
-// boot. Hosts may have the same /etc/machine-id, if it is part of an image, so this does not suffice to remove
-// a folder.
+// boot. Hosts may have the same /etc/machine-id, if it is part of an image, so this does not suffice to
+// remove a folder.
 func isOfMachine(name, of string) bool {
 	const digits = "0123456789abcdef"
 	boot, id, ok := strings.Cut(name, "-")
@@ -293,9 +294,9 @@ func isOfMachine(name, of string) bool {
 		strings.HasPrefix(id, of) && strings.Trim(boot[1:]+id, digits) == ""
 }
 
-// bootTime returns when this host was booted if the file system of the folder d is one that other hosts do not
-// use themselves, or the zero Time if they may. This host may still export it to them. A container may use it
-// too, and have another boot id, but what it makes is newer.
+// bootTime returns when this host was booted if the file system of the folder d is one that other hosts do
+// not use themselves, or the zero Time if they may. This host may still export it to them. A container may
+// use it too, and have another boot id, but what it makes is newer.
 func bootTime(d *os.File) time.Time {
 	var f unix.Statfs_t
 	var up unix.Sysinfo_t

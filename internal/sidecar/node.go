@@ -65,8 +65,8 @@ func (n *node) run() {
 }
 
 // take passes a request to the goroutine of n. A failure does not wait for earlier requests, because it also
-// ends a Finalize in progress, but is answered after them. So they get the errors of the node that has failed.
-// The reader calls take.
+// ends a Finalize in progress, but is answered after them. So they get the errors of the node that has
+// failed. The reader calls take.
 func (n *node) take(q *sidecarpb.Request) {
 	handle := func() { n.handle(q) }
 	reason, started := q.GetFinalize().GetFailure(), n.started.Load()
