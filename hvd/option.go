@@ -420,7 +420,7 @@ var errNoSet = errors.New("process set is nil or a zero ProcessSet, want one fro
 // ofFormerEngine is the format of the error of a call whose process set is of an engine that has failed and
 // was shut down. The error is not the reason of that failure, because a program would believe that the engine
 // of the next Init has failed.
-const ofFormerEngine = "%v is of a job that has failed and that this rank has left: add it again after the next Init"
+const ofFormerEngine = "%v is of a job that has failed and that this rank has left: add it again in the next job"
 
 // ofAnotherEngine is the format of the error of a call whose process set is not of the engine of option On.
 const ofAnotherEngine = "%v belongs to another engine"
