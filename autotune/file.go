@@ -27,10 +27,14 @@ type file struct {
 }
 
 // Save writes the values of a point and its score in bytes per microsecond as JSON, for Load. Numbers have
-// the unit that the name of the parameter says, choices are strings, and switches are true or false.
+// the unit that the name of the parameter says, choices are strings, and switches are true or false. Fixed
+// parameters are not saved: they are not results of the search, and a later job may be free to choose.
 func Save(w io.Writer, p Point, score float64) error {
 	f := file{fileVersion, score, make(map[string]jsontext.Value)}
 	for i := range p.values {
+		if p.space[i].Fixed {
+			continue
+		}
 		var v any = p.values[i]
 		switch p.space[i].Kind {
 		case Choice:
