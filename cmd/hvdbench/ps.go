@@ -76,13 +76,21 @@ func (b *psBench) run(ctx context.Context) error {
 	return nil
 }
 
+// psKeys returns n keys of a worker for a case. They are spread over all keys that there are, and no other
+// worker or case has one of them.
+func psKeys(rank, index, n int) []uint64 {
+	const block = 1 << 16 // more than there are workers and cases
+	keys := make([]uint64, n)
+	for i := range keys {
+		spread := ps.MaxKey / uint64(n+1) * uint64(i+1)
+		keys[i] = spread/block*block + uint64(rank*len(psShapes)+index)
+	}
+	return keys
+}
+
 // shape measures a case. The keys are spread over all servers, and each worker has keys of its own.
 func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
-	keys := make([]uint64, s.keys)
-	for i := range keys {
-		spread := ps.MaxKey / uint64(s.keys+1) * uint64(i+1)
-		keys[i] = spread/64*64 + uint64(b.node.Rank()) + 8*uint64(index)
-	}
+	keys := psKeys(b.node.Rank(), index, s.keys)
 	vals, err := hvd.Alloc[float32](s.keys * s.len)
 	if err != nil {
 		return err

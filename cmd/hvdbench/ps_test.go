@@ -50,6 +50,23 @@ func TestParameterServer(t *testing.T) {
 	}
 }
 
+// Neither two workers nor two cases have a key in common, also in the largest job that hvdrun starts.
+func TestKeysOfWorkers(t *testing.T) {
+	const workers, keys = 4096, 3
+	owners := make(map[uint64][2]int)
+	for rank := range workers {
+		for index := range psShapes {
+			for _, key := range psKeys(rank, index, keys) {
+				if other, used := owners[key]; used {
+					t.Fatalf("worker %d has in case %d the key %d, which worker %d has in case %d", rank, index, key,
+						other[0], other[1])
+				}
+				owners[key] = [2]int{rank, index}
+			}
+		}
+	}
+}
+
 func TestParameterServerUsage(t *testing.T) {
 	for want, args := range map[string][]string{
 		"--ps measures no collective":   {"--ps", "allreduce"},
