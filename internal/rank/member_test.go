@@ -13,7 +13,9 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // A process that was a rank does not wait for ever for the next roster.
@@ -63,6 +65,15 @@ func TestNewRankWaits(t *testing.T) {
 			t.Errorf("%+v: got a limit: %t", c, got)
 		}
 		stop()
+	}
+}
+
+// If the launcher has changed the ranks by the time at which Init fails because of another rank, the process
+// waits for the next ranks. It does not end.
+func TestInitFailsBesideANewGeneration(t *testing.T) {
+	r := &Rank{member: &Membership{joined: 1, newest: &elastic.Roster{Generation: 2}}}
+	if err := r.failed(&rendezvous.FailedError{Ranks: []topo.Rank{0}, Reason: "x"}); !isOfOthers(err) {
+		t.Errorf("got error %v, want one after which the process joins the next ranks", err)
 	}
 }
 

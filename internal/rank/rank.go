@@ -514,7 +514,8 @@ func topologyOf(cfg *config.Config, hosts []string) topo.Topology {
 // failed handles an error that occurred before the epoch began. If the error says which ranks failed, failed
 // reports them to the launcher and returns an *engine.PeerError, as operations do after the epoch has begun.
 // If the time limit of Init has passed before all ranks have joined, failed reports the ranks for which this
-// rank has waited, and returns err. Otherwise it only returns err.
+// rank has waited, and returns err. If the launcher has changed the ranks of an elastic job meanwhile, it
+// reports nothing and returns errSuperseded. Otherwise it only returns err.
 func (r *Rank) failed(err error) error {
 	why, found := errors.AsType[*rendezvous.FailedError](err)
 	refused, _ := errors.AsType[*rendezvous.RefusedError](err)
@@ -532,7 +533,7 @@ func (r *Rank) failed(err error) error {
 		return err
 	}
 	if r.member != nil && r.member.Pending() != nil {
-		return err // the others leave this generation too
+		return errSuperseded // the others leave this generation too, and what they waited for is known
 	}
 	r.Epoch = why.Epoch
 	p := &engine.PeerError{Reason: why.Reason}
