@@ -42,7 +42,7 @@ Code = tuple[int, int]
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _IN_LIBRARY = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
-# What the method device of a Framework returns if an array is not on a CUDA device.
+# The method device of a Framework returns one of these if an array is not on a CUDA device.
 IN_MEMORY, ELSEWHERE = -1, -2
 
 # The most kinds of operations for which slots are kept.
