@@ -74,8 +74,11 @@ func (b *Budget) exceeded(held, n int64) error {
 		held, b.what, n, b.most)
 }
 
-// Release returns n bytes that Acquire has taken.
+// Release returns n bytes that Acquire has taken, which may be none.
 func (b *Budget) Release(n int64) {
+	if n == 0 {
+		return // otherwise requests that take no bytes would keep others waiting
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.held -= n
