@@ -517,6 +517,33 @@ func TestLongRequestsDoNotWaitForEachOther(t *testing.T) {
 	})
 }
 
+// Once the server knows how long the last part of a request is, it no longer holds memory for the longest one.
+func TestRequestHoldsWhatItTakes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hash := store.NewHashStore(store.Limits{})
+		defer hash.Close()
+		serve := c10d.ServeEach(hash, 1<<20)
+		value := " '" + strings.Repeat("v", 400<<10) + "'"
+		client, server := net.Pipe()
+		first, second := make(chan error), make(chan error)
+		go func() { first <- serve(server) }()
+		request := wire(t, hello+" 02 '/k'"+value+" 'new'")
+		client.Write(request[:len(request)-1])
+		began := time.Now()
+		go func() {
+			client, server := net.Pipe()
+			go func() { second <- serve(server) }()
+			client.Write(wire(t, hello+" 01 '/k'"+value))
+			client.Close()
+		}()
+		if err := <-second; !errors.Is(err, io.EOF) || time.Since(began) != 0 {
+			t.Errorf("beside a request with little more to come: got %v after %v", err, time.Since(began))
+		}
+		client.Close()
+		<-first
+	})
+}
+
 // A list of keys counts as an answer with the keys and the memory for the list. So the server refuses to send
 // one that is larger than the limit of all answers.
 func TestListOfKeysIsBounded(t *testing.T) {

@@ -256,11 +256,15 @@ func (c *session) hold(numBytes, rest int) error {
 	if c.call > maxCallBytes {
 		return fmt.Errorf("got more than %d bytes in one call", maxCallBytes)
 	}
-	if c.call <= max(bufferBytes, c.held) {
-		return nil
-	}
 	// If connections needed more while they hold some, they could wait for each other.
 	most := max(c.call, min(c.call+int64(rest), maxCallBytes, c.calls.Most()))
+	if c.call <= max(bufferBytes, c.held) {
+		if c.held > most {
+			c.calls.Release(c.held - most)
+			c.held = most
+		}
+		return nil
+	}
 	if err := c.calls.Acquire(c.ctx, most-c.held); err != nil {
 		return err
 	}
