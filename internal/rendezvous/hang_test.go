@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/zap"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
@@ -168,6 +169,25 @@ func TestRankZeroHangsAfterJoin(t *testing.T) {
 	pass()
 	wantFailure(t, r.Session, r.Session.Fail(r.Session.Ready(ctx)), "it did not answer when rank 1 gave up: "+
 		"rendezvous: waiting for the other ranks to be ready: context deadline exceeded", 0)
+}
+
+// The process of rank 0 is stopped while the others join, and runs again after its time limit has passed. The
+// others have waited for it, not it for them.
+func TestRankZeroIsStoppedWhileOthersJoin(t *testing.T) {
+	cfg := config(newStore(t), 0, 3)
+	cfg.Log = zap.NewNop()
+	r, err := openRoot(&cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.close()
+	wantAwaited(t, r.waitError(context.DeadlineExceeded), 1, 2)
+	r.mu.Lock()
+	r.ranAt = r.ranAt.Add(-8 * time.Second)
+	r.mu.Unlock()
+	err = r.waitError(context.DeadlineExceeded)
+	wantAwaited(t, err, 0)
+	testnet.WantError(t, err, "waiting for rank 0, whose process did not run for 8.0 s")
 }
 
 // Rank 1 gives up and leaves. If rank 0 was stopped at that time, and so did not answer, rank 0 is the cause,

@@ -100,15 +100,24 @@ func (r *root) watchStandstill() {
 }
 
 // stoodStill reports whether this process did not run for answerGrace or longer, and has run again for less
-// than answerGrace. The caller holds r.mu, and r is complete.
-func (r *root) stoodStill() bool {
-	now, grace := time.Now(), cmp.Or(r.cfg.grace, answerGrace)
-	if now.Sub(r.ranAt) >= grace {
-		r.resumedAt = now
+// than answerGrace. The caller holds r.mu.
+func (r *root) stoodStill() bool { return r.standstill() > 0 }
+
+// standstill returns for how long this process did not run, or 0 if stoodStill returns false. The caller holds
+// r.mu.
+func (r *root) standstill() time.Duration {
+	now, grace := time.Now(), r.grace()
+	if d := now.Sub(r.ranAt); d >= grace {
+		r.stood, r.resumedAt = d, now
 	}
 	r.ranAt = now
-	return now.Sub(r.resumedAt) < grace
+	if now.Sub(r.resumedAt) < grace {
+		return r.stood
+	}
+	return 0
 }
+
+func (r *root) grace() time.Duration { return cmp.Or(r.cfg.grace, answerGrace) }
 
 // whyLeft returns the failure of an epoch in which the connection of a rank has ended with err. If the rank
 // has given up while the process of rank 0 was stopped, it has left because rank 0 did not answer. Then rank
@@ -160,7 +169,7 @@ func (r *root) noteReport(p report) {
 	r.wg.Go(func() {
 		suspicion := cmp.Or(r.cfg.suspicion, suspicionTime)
 		r.pause(suspicion, nil)
-		r.pause(cmp.Or(r.cfg.grace, answerGrace)-suspicion, r.accounted)
+		r.pause(r.grace()-suspicion, r.accounted)
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.conclude(r.judge())

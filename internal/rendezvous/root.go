@@ -94,9 +94,10 @@ type root struct {
 	triedRanks int
 	reports    []report      // failures that ranks have reported
 	accounted  chan struct{} // gets an element when each rank is ready or has reported a failure
-	// ranAt is when this process was last known to run, and resumedAt when it last ran again after it had
-	// stood still (stoodStill). They are set when the root is complete.
+	// ranAt is when this process was last known to run, resumedAt when it last ran again after it had stood
+	// still, and stood for how long it had (standstill).
 	ranAt, resumedAt time.Time
+	stood            time.Duration
 }
 
 // caller is a connection to the root.
@@ -169,11 +170,13 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		lastEpoch:     cfg.LastEpoch,
 		answered:      make(map[process][]byte),
 		answeredRanks: make(map[topo.Rank]struct{}),
+		ranAt:         time.Now(),
 	}
 	r.refused = logs.Quiet(r.log)
 	r.ctx, r.stop = context.WithCancel(context.Background())
 	r.close = sync.OnceValue(r.closeOnce)
 	r.wg.Go(r.accept)
+	r.wg.Go(r.watchStandstill)
 	return r, nil
 }
 
@@ -394,8 +397,13 @@ func (r *root) waitError(err error) error {
 // awaited returns the ranks for which the root waits, and a text that lists them. These are the ranks that
 // have never joined. If there are none, they are the ranks that do not yet listen where the root has asked
 // them to, or else the ranks that joined and then gave up. If these have given up although all ranks had
-// joined, they waited for rank 0, which has not completed the epoch. The caller holds r.mu.
+// joined, they waited for rank 0, which has not completed the epoch. If the process of rank 0 has just run again
+// after it was stopped for long, it is what the ranks wait for: it has not read what they have sent meanwhile.
+// The caller holds r.mu.
 func (r *root) awaited() (ranks []topo.Rank, text string) {
+	if d := r.standstill(); d >= 3*r.grace() { // on a busy machine, a process may wait for a processor
+		return []topo.Rank{0}, fmt.Sprintf("rank 0, whose process did not run for %.1f s", d.Seconds())
+	}
 	var missing []topo.Rank
 	for i := range r.members[1:] {
 		switch rank := topo.Rank(i + 1); {
@@ -471,7 +479,6 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch || !r.moveMembers() {
 		return false, nil
 	}
-	r.ranAt = time.Now()
 	records := make([]Record, len(r.members))
 	records[0] = r.cfg.Self
 	for rank := 1; rank < len(r.members); rank++ {
@@ -491,7 +498,6 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	}
 	r.decide(complete)
 	r.admitSelf()
-	r.wg.Go(r.watchStandstill)
 	return true, nil
 }
 
