@@ -5,10 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/elastic"
 	"github.com/gohvd/gohvd/hvd"
@@ -50,7 +53,11 @@ func happen(fault string) error {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		select {}
 	case "stopped", "hung in Init":
-		_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+		// The thread that is sent the signal does not go on. If the process were, this thread might still vote,
+		// without a notification, so that rank 0 would find the vote only when it sends its next heartbeat.
+		runtime.LockOSThread()
+		_ = unix.Tgkill(os.Getpid(), unix.Gettid(), unix.SIGSTOP)
+		runtime.UnlockOSThread()
 	case "raised":
 		return errRaised
 	case "exit 0":
@@ -61,12 +68,12 @@ func happen(fault string) error {
 	return nil
 }
 
-// ended prints how a program of TestFaultTable has ended and returns the exit status.
+// ended prints when and how a program of TestFaultTable has ended and returns the exit status.
 func ended(err error) int {
 	if err == nil {
 		return 0
 	}
-	fmt.Println("error", strings.ReplaceAll(err.Error(), "\n", " "))
+	fmt.Println("error", time.Now().UnixNano(), strings.ReplaceAll(err.Error(), "\n", " "))
 	if errors.Is(err, errRaised) {
 		return 3
 	}

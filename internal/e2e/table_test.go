@@ -247,7 +247,10 @@ func (j *tableJob) follow(l line) {
 		}
 	case "error":
 		if name != j.victim {
-			j.errs[name] = line{text: rest, at: l.at}
+			// The launcher may pass the line on late: Open MPI's mpirun does so while it ends other ranks.
+			at, text, _ := strings.Cut(rest, " ")
+			ns, _ := strconv.ParseInt(at, 10, 64)
+			j.errs[name] = line{text: text, at: time.Unix(0, ns)}
 		}
 	}
 }
@@ -491,7 +494,7 @@ func mpiKind(t *testing.T, library string) *tableKind {
 // torchFaulty is the program faulty with torch.distributed. It stops its sidecar too, because a frozen
 // container has both. If E2E_GROUP is set, only ranks 1 and 2 use gohvd, in a group of their own.
 const torchFaulty = `
-import datetime, os, signal, sys
+import datetime, os, signal, sys, time
 import torch, torch.distributed as dist
 import gohvd.torch.distributed
 
@@ -547,7 +550,7 @@ try:
 except KeyError:
     raise
 except Exception as e:
-    say(f"error {e}")
+    say(f"error {time.time_ns()} {e}")
     sys.exit(1)
 `
 
