@@ -103,8 +103,8 @@ func (r *root) watchStandstill() {
 // than answerGrace. The caller holds r.mu.
 func (r *root) stoodStill() bool { return r.standstill() > 0 }
 
-// standstill returns for how long this process did not run, or 0 if stoodStill returns false. The caller holds
-// r.mu.
+// standstill returns for how long this process did not run, or 0 if stoodStill returns false. The caller
+// holds r.mu.
 func (r *root) standstill() time.Duration {
 	now, grace := time.Now(), r.grace()
 	if d := now.Sub(r.ranAt); d >= grace {

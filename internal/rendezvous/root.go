@@ -397,9 +397,9 @@ func (r *root) waitError(err error) error {
 // awaited returns the ranks for which the root waits, and a text that lists them. These are the ranks that
 // have never joined. If there are none, they are the ranks that do not yet listen where the root has asked
 // them to, or else the ranks that joined and then gave up. If these have given up although all ranks had
-// joined, they waited for rank 0, which has not completed the epoch. If the process of rank 0 has just run again
-// after it was stopped for long, it is what the ranks wait for: it has not read what they have sent meanwhile.
-// The caller holds r.mu.
+// joined, they waited for rank 0, which has not completed the epoch. If the process of rank 0 has just run
+// again after it was stopped for long, it is what the ranks wait for: it has not read what they have sent
+// meanwhile. The caller holds r.mu.
 func (r *root) awaited() (ranks []topo.Rank, text string) {
 	if d := r.standstill(); d >= 3*r.grace() { // on a busy machine, a process may wait for a processor
 		return []topo.Rank{0}, fmt.Sprintf("rank 0, whose process did not run for %.1f s", d.Seconds())

@@ -517,7 +517,8 @@ func TestLongRequestsDoNotWaitForEachOther(t *testing.T) {
 	})
 }
 
-// Once the server knows how long the last part of a request is, it no longer holds memory for the longest one.
+// Once the server knows how long the last part of a request is, it no longer holds memory for the longest
+// one.
 func TestRequestHoldsWhatItTakes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hash := store.NewHashStore(store.Limits{})
