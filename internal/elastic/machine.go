@@ -408,6 +408,10 @@ func (m *Machine) blame(k *member) {
 	}
 }
 
+// Blames reports whether process p is the first that has failed since the newest roster, or before the first
+// one. If the job fails, End names it.
+func (m *Machine) Blames(p Member) bool { return m.culprit != nil && *m.culprit == p }
+
 // exclude makes no process start at a slot or host for some time.
 func (m *Machine) exclude(unit Slot) {
 	x := m.excluded[unit]

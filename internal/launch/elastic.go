@@ -3,6 +3,7 @@ package launch
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -43,6 +44,14 @@ type membership struct {
 	changes changes
 	warned  string // what was wrong with the last run of discovery: "failed", "no hosts", or ""
 	ending  string // why the job has failed, or ""
+	// ends has the ends of the processes that may be the root cause if the job fails now.
+	ends map[elastic.Member]*ending
+}
+
+// ending is the end of a process. Another process may run in its slot since.
+type ending struct {
+	exit Exit
+	tail *tail // of its standard error
 }
 
 // beginElastic starts an elastic job.
@@ -57,6 +66,7 @@ func (j *job) beginElastic() {
 	j.members.changes.console = j.console
 	j.members.machine = elastic.New(e.Config, time.Now())
 	j.members.slots = make(map[elastic.Slot]*rank)
+	j.members.ends = make(map[elastic.Member]*ending)
 	if e.Discovery == nil {
 		j.discovered(j.o.Hosts)
 		return
@@ -310,14 +320,14 @@ func (j *job) considerMembers(slots ...*rank) {
 			continue
 		}
 		k.told = p
-		if k.past == nil {
-			k.past = make(map[int]Exit)
-		}
-		k.past[p.Number] = k.exit
+		j.members.ends[p] = &ending{k.exit, k.streams[1].tail}
 		exits = append(exits, elastic.Exit{Member: p, Status: k.exit.Status(), How: k.exit.Describe()})
 	}
 	if len(exits) > 0 {
 		j.tell(func(m *elastic.Machine, now time.Time) elastic.Output { return m.Ended(now, exits...) })
+		maps.DeleteFunc(j.members.ends, func(p elastic.Member, _ *ending) bool {
+			return !j.members.machine.Blames(p)
+		})
 	}
 	for _, k := range slots {
 		j.startWaiting(k)
@@ -335,10 +345,7 @@ func (j *job) endElastic(e *elastic.End) {
 		j.failed, j.failedAt, j.first = true, time.Now(), -1
 		if e.Culprit != nil {
 			k := j.members.slots[e.Culprit.Slot]
-			j.first = k.number
-			if past, ok := k.past[e.Culprit.Number]; ok {
-				k.exit = past
-			}
+			j.first, k.cause = k.number, j.members.ends[*e.Culprit]
 		}
 	}
 	if j.stopMachine(); j.alive() == 0 {

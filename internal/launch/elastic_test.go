@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -335,6 +336,31 @@ func TestElasticFailures(t *testing.T) {
 				t.Errorf("got exit status %d and %q, want %d and %q", got, r.stderr.String(), c.status, c.want)
 			}
 		})
+	}
+}
+
+// TestElasticCulprit lets a job fail while another process runs in the slot of the first rank that has
+// failed. The job ends with the status of that rank, and its last lines are in the report.
+func TestElasticCulprit(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	script := elasticScript(dir, `roster 1; tell synced 1; case $me in
+*:0/1) echo the cause >&2; exit 3;;
+*:1/1) await second; exit 4;;
+esac`)
+	script[2] = strings.Replace(script[2], "tell ready", "case $me in *:0/2) >second; exec sleep 1000;; esac; tell ready", 1)
+	r := start(t, spec{NP: 2, Elastic: &elasticSpec{Min: 2, CooldownMS: 1, Folder: dir}, Command: script})
+	if got := r.wait(); got != 3 {
+		t.Errorf("got exit status %d, want 3", got)
+	}
+	res := r.outcome()
+	if len(res.Roots) != 1 || res.Ranks[res.Roots[0]].Code != 3 ||
+		!slices.Equal(res.Ranks[res.Roots[0]].Stderr, []string{"the cause"}) {
+		t.Errorf("got result %+v, want exit status 3 and the last lines", res)
+	}
+	if want := ":0: exit status 3\n"; strings.Count(r.stderr.String(), want) != 1 ||
+		!strings.Contains(r.stderr.String(), "last lines on stderr:\n      the cause\n") {
+		t.Errorf("got %q, want %q", r.stderr.String(), want)
 	}
 }
 

@@ -231,7 +231,8 @@ type Result struct {
 	Restarts []Restart
 }
 
-// Exit describes how a rank ended. If the rank was started again, it describes its last process.
+// Exit describes how a rank ended. If the rank was started again, it describes its last process. For the slot
+// of an elastic job that is the root cause, it describes the process that was.
 type Exit struct {
 	// Host is the host on which the rank ran.
 	Host string
@@ -364,8 +365,27 @@ type rank struct {
 	member elastic.Member // the newest process
 	waits  bool           // the process member is to be started
 	told   elastic.Member // the newest process of whose end the machine knows
-	past   map[int]Exit   // how the processes ended, by their numbers
 	opened bool           // a process was started, so the streams are in use
+	// cause is the end of the process because of which the job has failed, or nil. exit may be that of a
+	// later one.
+	cause *ending
+}
+
+// outcome returns how the rank has ended, as the result of the job says.
+func (k *rank) outcome() Exit {
+	if k.cause != nil {
+		return k.cause.exit
+	}
+	return k.exit
+}
+
+// lastLines returns the last lines on standard error of the process of outcome. It is called when the streams
+// have ended.
+func (k *rank) lastLines() []string {
+	if k.cause != nil {
+		return k.cause.tail.lines
+	}
+	return k.streams[1].tail.lines
 }
 
 // create makes the file with the given name in a folder of the folder dir.

@@ -36,13 +36,13 @@ func (p reporter) failure(res Result) string {
 	}
 	p.alike(&b, res.Roots, func(r int) string {
 		return fmt.Sprintf("%s%s %q", res.Ranks[r].Describe(), p.ranks[r].restarted(),
-			p.ranks[r].streams[1].tail.lines)
+			p.ranks[r].lastLines())
 	}, func(r int) {
 		e := res.Ranks[r]
 		fmt.Fprintf(&b, "  %s: %s%s\n    host: %s\n    pid:  %d\n    time: %s\n",
 			p.ranks[r].title, e.Describe(), p.ranks[r].restarted(), e.Host, e.PID,
 			e.At.Format("2006-01-02 "+clock))
-		lines := p.ranks[r].streams[1].tail.lines
+		lines := p.ranks[r].lastLines()
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")
 			return

@@ -16,7 +16,7 @@ import (
 func (j *job) result() Result {
 	res := Result{Restarts: j.restarts}
 	for _, k := range j.ranks {
-		res.Ranks = append(res.Ranks, k.exit)
+		res.Ranks = append(res.Ranks, k.outcome())
 	}
 	switch {
 	case j.asked && !j.failed:

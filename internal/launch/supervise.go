@@ -543,7 +543,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		case <-written:
 			errs = append(errs, agentsErr)
 			for r, k := range j.ranks {
-				result.Ranks[r].Stderr = k.streams[1].tail.lines
+				result.Ranks[r].Stderr = k.lastLines()
 				for _, s := range k.streams {
 					if s.fileErr != nil {
 						errs = append(errs, fmt.Errorf("launch: %s: output file is incomplete: %w", k.title,
