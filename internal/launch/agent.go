@@ -8,7 +8,6 @@ import (
 	"io"
 	"net/netip"
 	"os"
-	"os/signal"
 	"slices"
 	"strings"
 	"sync"
@@ -84,8 +83,9 @@ type member struct {
 // timeout. environ is the environment of the process. The process must exit when AgentMain returns.
 //
 // AgentMain kills all processes of the ranks when standard input ends, or when nothing arrives from the
-// launcher for longer than the timeout. In an elastic job, SIGTERM makes the launcher take the ranks of this
-// host out of the job. AgentMain writes messages for the user to standard error.
+// launcher for longer than the timeout. SIGTERM makes the launcher end the job, as SIGTERM to the launcher
+// itself does. In an elastic job it takes the ranks of this host out of the job. AgentMain writes messages
+// for the user to standard error.
 func AgentMain(args, environ []string) int {
 	catchSIGPIPE()
 	err := func() error {
@@ -123,8 +123,8 @@ func standardLink() (*link, error) {
 
 // serveLauncher runs the ranks of this host for the launcher at the other end of l. It closes l and returns
 // when no process of the ranks is left and all their output is sent. If the launcher disappears before that,
-// it returns an error. If notices is not nil and the job is elastic, it makes the launcher take the ranks of
-// this host out of the job at SIGTERM, and uses notices for the signal.
+// it returns an error. If notices is not nil, it tells the launcher of each SIGTERM, and uses notices for the
+// signal. Then it drops other signals that would end this process, and with it the ranks.
 func serveLauncher(l *link, liveness time.Duration, environ []string, f *family,
 	notices chan os.Signal) error {
 	defer l.Close()
@@ -147,9 +147,9 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family,
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	if notices != nil && a.job.Elastic && !signal.Ignored(unix.SIGTERM) {
-		signal.Notify(notices, unix.SIGTERM)
-		defer signal.Stop(notices)
+	if notices != nil {
+		catch(make(chan os.Signal, 1), unix.SIGINT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2)
+		catch(notices, unix.SIGTERM)
 		go a.forwardSIGTERM(notices)
 	}
 	var why error // error that ended handleOrders; valid once a.lost is closed

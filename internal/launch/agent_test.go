@@ -88,7 +88,7 @@ func TestRefusalOfNewRank(t *testing.T) {
 	}
 	control, err := s.OpenStream()
 	if err == nil {
-		err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"}, Restarts: true, Elastic: true}})
+		err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"}, Restarts: true}})
 	}
 	next := func() (n notice) {
 		t.Helper()

@@ -77,7 +77,7 @@ type supervisor interface {
 	handleRefusal(c *agentConn, err error)
 	// handleReport handles the report p about the rank k.
 	handleReport(k *rank, p *report)
-	// handleLeave handles that the host of an agent is to leave an elastic job.
+	// handleLeave handles SIGTERM to the agent of c.
 	handleLeave(c *agentConn)
 	// handleLoss handles that the connection to an agent ended with err before the agent had sent everything.
 	// heard is when the launcher last received something from the agent.
@@ -284,8 +284,7 @@ func (a *agents) hostJobs(conns []*agentConn, routes []netip.Addr) ([]hostJob, e
 		jobs[i] = hostJob{Command: a.spec.o.Command, Env: travelling, Secret: words{a.spec.o.Secret},
 			Scheduler: a.spec.o.Nodes != nil && a.spec.several,
 			BindTo:    a.spec.o.BindTo,
-			Restarts:  a.spec.o.Nodes != nil && a.spec.o.Nodes.Restarts > 0 || a.spec.o.Elastic != nil,
-			Elastic:   a.spec.o.Elastic != nil}
+			Restarts:  a.spec.o.Nodes != nil && a.spec.o.Nodes.Restarts > 0 || a.spec.o.Elastic != nil}
 		if a.spec.o.Starter != "" {
 			jobs[i].Grace = a.spec.o.Grace
 		}

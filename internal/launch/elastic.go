@@ -260,8 +260,18 @@ func (j *job) addSlot(s elastic.Slot) *rank {
 // mayStart reports whether the machine of an elastic job may still start processes.
 func (j *job) mayStart() bool { return j.o.Elastic != nil && !j.members.over }
 
-// handleLeave takes the ranks on the host of c out of the job.
+// handleLeave handles SIGTERM to the agent of c. It takes the ranks on that host out of an elastic job.
+// Another job ends as if the launcher had got the signal. Who ends all processes of a job, such as a batch
+// system, may send SIGTERM to each agent, and to the launcher somewhat later. So it is no second signal then.
 func (j *job) handleLeave(c *agentConn) {
+	if j.o.Elastic == nil {
+		if !j.asked && j.alive() > 0 {
+			j.console.note("SIGTERM to the agent on host %s", c.host)
+			j.handleSignal(unix.SIGTERM)
+			j.echoes = time.Now().Add(max(j.o.Grace, j.o.Echo))
+		}
+		return
+	}
 	j.tell(func(m *elastic.Machine, now time.Time) elastic.Output {
 		return m.LeaveHost(now, c.host, "SIGTERM to the agent on its host")
 	})

@@ -93,12 +93,8 @@ func HelperMain(args, env []string) int {
 	// The launcher decides what a signal means, so the helper must not die of one. It catches the signals
 	// instead of ignoring them, because the command would inherit ignored signals.
 	catchSIGPIPE()
-	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
-		unix.SIGUSR2} {
-		if !signal.Ignored(s) {
-			signal.Notify(make(chan os.Signal, 1), s)
-		}
-	}
+	catch(make(chan os.Signal, 1), unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
+		unix.SIGUSR2)
 	unix.CloseOnExec(orderFD)
 	unix.CloseOnExec(reportFD)
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
@@ -123,6 +119,15 @@ func HelperMain(args, env []string) int {
 		return 1
 	}
 	return 0
+}
+
+// catch makes c receive signals, except those that are ignored.
+func catch(c chan<- os.Signal, signals ...os.Signal) {
+	for _, s := range signals {
+		if !signal.Ignored(s) {
+			signal.Notify(c, s)
+		}
+	}
 }
 
 // catchSIGPIPE makes a write to a pipe that nobody reads fail. Otherwise it would kill this process if the

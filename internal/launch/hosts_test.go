@@ -226,6 +226,29 @@ func TestSignalsOverHosts(t *testing.T) {
 	}
 }
 
+// TestSignalsToAgent sends signals to the agent of a host. SIGTERM ends the job as SIGTERM to the launcher
+// does, also if the launcher gets it later. The others are dropped.
+func TestSignalsToAgent(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", GraceMS: 600_000, EchoMS: 1,
+		Command: sh(`trap 'echo got; until [ -e go ]; do sleep 0.01; done; echo saved; exit 1' TERM
+echo ready; until false; do sleep 0.01; done`), dir: t.TempDir()})
+	r.awaitOutput(&r.stdout, "ready", 3)
+	agent := r.agentOf("h1")
+	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2, unix.SIGTERM} {
+		unix.Kill(agent, s)
+	}
+	r.awaitOutput(&r.stdout, "got", 3)
+	r.signal(unix.SIGTERM)
+	writeFile(filepath.Join(r.cmd.Dir, "go"), "")
+	if got := r.wait(); got != 143 {
+		t.Errorf("got exit status %d, want 143", got)
+	}
+	if got := strings.Count(r.stdout.String(), "saved"); got != 3 {
+		t.Errorf("got %d ranks that have ended by themselves, want 3", got)
+	}
+}
+
 // TestNothingOutlivesTheLauncherOverHosts kills the launcher with SIGKILL. All processes of the ranks must
 // end, including processes in other sessions and processes that ignore signals.
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
@@ -559,9 +582,9 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1,
 			[]string{"without the greeting of an hvdrun agent", "menu"}, ""},
 		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1,
-			[]string{"got version 7 of the agent protocol", "want version 5", "same hvdrun"}, ""},
+			[]string{"got version 7 of the agent protocol", "want version 6", "same hvdrun"}, ""},
 		{"no session", spec{Reach: byShell(`printf '` + helloText +
-			`\0\0\0\5\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1,
+			`\0\0\0\6\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1,
 			[]string{"invalid protocol version"}, ""},
 		{"bad frames", spec{Reach: fake{Notices: []string{strings.Repeat("x", 70_000)}}.reach()}, 1,
 			[]string{"frame of 70000 bytes"}, ""},

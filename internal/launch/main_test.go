@@ -224,7 +224,7 @@ func fakeAgent(text string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 2
 	}
-	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x05")
+	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x06")
 	config := yamux.DefaultConfig()
 	config.LogOutput = io.Discard
 	s := must(yamux.Server(struct {

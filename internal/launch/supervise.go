@@ -52,7 +52,7 @@ type job struct {
 	first    int       // the rank because of which failed was set
 	signal   syscall.Signal
 	ending   syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
-	endingAt time.Time      // when the signal in ending arrived
+	echoes   time.Time      // until when the signal in ending may arrive again as the same signal
 	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
 	aborted  error          // why some ranks could not be started
@@ -351,7 +351,7 @@ func (j *job) handleSignal(s os.Signal) {
 			j.kill()
 		}
 	default:
-		j.asked, j.ending, j.endingAt = true, sig, time.Now()
+		j.asked, j.ending, j.echoes = true, sig, time.Now().Add(j.o.Echo)
 		if !j.failed {
 			j.signal = sig
 		}
@@ -391,7 +391,7 @@ func (j *job) handleUnread(err error) {
 // come from the same sender. timeout(1), for instance, sends a signal to its child and then to the process
 // group of both.
 func (j *job) isEcho(s syscall.Signal) bool {
-	return s == j.ending && time.Since(j.endingAt) < j.o.Echo
+	return s == j.ending && time.Now().Before(j.echoes)
 }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }

@@ -45,7 +45,7 @@ import (
 // window does not delay the other streams. If the agent is on another host, each end sends a ping every
 // pingInterval. An end that receives nothing for Options.Liveness ends the session.
 const (
-	agentVersion = 5
+	agentVersion = 6
 	// helloMagic is the beginning of hello. A login may print other text before hello, but does not print
 	// this text.
 	helloMagic = "\x00hvdrun host agent\x00"
@@ -90,8 +90,6 @@ type hostJob struct {
 	BindTo binding.Unit `json:",omitempty"`
 	// Restarts says that the launcher may order the agent to start ranks again.
 	Restarts bool
-	// Elastic says that the job is elastic, so that SIGTERM to the agent makes the host leave the job.
-	Elastic bool
 	// Grace is how long the command may take to end after SIGTERM if the launcher is gone. If it is 0, the
 	// command is killed at once.
 	Grace time.Duration
