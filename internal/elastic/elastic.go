@@ -147,7 +147,8 @@ type Config struct {
 	// Notice is how long a process that has failed, as ranks have found, may take to end by itself.
 	Notice time.Duration
 	// Answer is how long a process may take to tell that it has got a roster after the first one, in which it
-	// is a rank, or 0 for any time. The other ranks wait for it meanwhile.
+	// is a rank, or 0 for any time. Each answer of another process gives it this time again. The other ranks
+	// wait for it meanwhile.
 	Answer time.Duration
 	// ResetLimit is how many rosters may follow the first one, or -1 for any number.
 	ResetLimit int

@@ -2,6 +2,7 @@ package elastic
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -31,6 +32,10 @@ type Machine struct {
 	culprit *Member // the first rank that has failed since the newest roster, or process before the first one
 	held    bool    // the job ends when the culprit has ended
 
+	index map[Member]*member // the elements of members
+	ranks []*member          // the members of roster, in the order of their ranks
+
+	extended   time.Time // the deadline for the other answers to the newest roster after an answer (see due)
 	waitsSince time.Time // when the job began to wait for slots, or the zero time
 	readySince time.Time // when the first process became ready that is not in a roster yet, or the zero time
 	synced     bool      // some process has had the state of the training
@@ -45,6 +50,7 @@ type Machine struct {
 type member struct {
 	Member
 	state   state
+	offered bool   // discovery has found its slot
 	since   uint64 // the generation in which it became a rank, or 0
 	synced  bool   // it has the state of the training
 	done    bool   // the present training has returned in the process, so it is no rank of a later roster
@@ -52,8 +58,9 @@ type member struct {
 	leaving string // why the process has asked to leave, or ""
 	lost    string // how the process has failed or ended before the training had returned in it, or ""
 	missed  bool   // done is set, but other ranks of the newest roster wait for the process
-	// deadline is the time by which an active process must have answered the newest roster. A killed one may
-	// end by itself until then, and is killed afterwards. It is the zero time if there is none.
+	// deadline is the time by which an active process must have answered the newest roster (see due). A
+	// killed one may end by itself until then, and is killed afterwards. It is the zero time if there is
+	// none.
 	deadline time.Time
 }
 
@@ -77,8 +84,8 @@ type exclusion struct {
 
 // New returns the machine of a job. The job waits for slots from the time now.
 func New(cfg Config, now time.Time) *Machine {
-	return &Machine{cfg: cfg, now: now, waitsSince: now, noted: -1, excluded: make(map[Slot]*exclusion),
-		started: make(map[Slot]int), departed: make(map[Slot]bool)}
+	return &Machine{cfg: cfg, now: now, waitsSince: now, noted: -1, index: make(map[Member]*member),
+		excluded: make(map[Slot]*exclusion), started: make(map[Slot]int), departed: make(map[Slot]bool)}
 }
 
 // HasRoster reports whether there have been ranks.
@@ -87,23 +94,22 @@ func (m *Machine) HasRoster() bool { return m.roster != nil }
 // Discovered tells which hosts there are now.
 func (m *Machine) Discovered(now time.Time, hosts []Host) Output {
 	m.now = now
+	slots := make(map[string]int, len(hosts))
 	for i := range m.hosts {
 		m.hosts[i].Slots = 0
 	}
 	for _, h := range hosts {
+		slots[h.Name] = h.Slots
 		if i := slices.IndexFunc(m.hosts, func(o Host) bool { return o.Name == h.Name }); i >= 0 {
 			m.hosts[i].Slots = h.Slots
 		} else {
 			m.hosts = append(m.hosts, h)
 		}
 	}
-	for s := range m.departed {
-		if !m.offered(s) {
-			delete(m.departed, s)
-		}
-	}
+	maps.DeleteFunc(m.departed, func(s Slot, _ bool) bool { return s.Index >= slots[s.Host] })
 	for _, k := range m.members {
-		if !m.offered(k.Slot) && (k.state == starting || k.state == waiting) {
+		k.offered = k.Index < slots[k.Host]
+		if !k.offered && (k.state == starting || k.state == waiting) {
 			m.kill(k)
 		}
 	}
@@ -112,19 +118,19 @@ func (m *Machine) Discovered(now time.Time, hosts []Host) Output {
 
 // Ready tells that process p can become a rank or, if it is one, that it has got the newest roster.
 func (m *Machine) Ready(now time.Time, p Member) Output {
-	m.now = now
-	k := m.find(p)
-	switch {
-	case k != nil && k.state == starting:
-		k.state = waiting
-		if m.readySince.IsZero() {
-			m.readySince = now
-		}
-	case k != nil && k.state == active:
-		k.deadline = time.Time{}
+	k := m.index[p]
+	if k != nil && k.state == active && !k.deadline.IsZero() {
+		k.deadline, m.extended = time.Time{}, now.Add(m.cfg.Answer)
+	}
+	if k == nil || k.state != starting {
+		return m.pass(now)
+	}
+	m.now, k.state = now, waiting
+	if m.readySince.IsZero() {
+		m.readySince = now
 	}
 	out := m.step()
-	if !m.ended && k != nil && k.state == waiting && m.cfg.Spares > 0 && m.roster != nil &&
+	if !m.ended && k.state == waiting && m.cfg.Spares > 0 && m.roster != nil &&
 		len(m.roster.Members) >= m.cfg.Max {
 		out.Notes = append(out.Notes, fmt.Sprintf("%v is ready as a spare", p))
 	}
@@ -199,7 +205,7 @@ func (m *Machine) leave(why string, is func(*member) bool) Output {
 // newest roster.
 func (m *Machine) Done(now time.Time, p Member) Output {
 	m.now = now
-	if k := m.find(p); k != nil && (k.state == active || k.state == outside) {
+	if k := m.index[p]; k != nil && (k.state == active || k.state == outside) {
 		m.closed = true
 		if k.ran++; k.ran > m.past {
 			k.done, m.finished = true, true
@@ -213,7 +219,7 @@ func (m *Machine) Done(now time.Time, p Member) Output {
 // begin with the first training of its program.
 func (m *Machine) Again(now time.Time, p Member) Output {
 	m.now = now
-	k := m.find(p)
+	k := m.index[p]
 	if k == nil || k.state != active || k.ran <= m.past {
 		return m.step()
 	}
@@ -249,7 +255,7 @@ func (m *Machine) Processes(generation uint64, by topo.Rank, ranks []topo.Rank,
 		if r == nil || r.Generation != generation || by < 0 || int(by) >= len(r.Members) {
 			continue
 		}
-		if k := m.find(r.Members[by]); k == nil || k.state == killed || k.lost != "" {
+		if k := m.index[r.Members[by]]; k == nil || k.state == killed || k.lost != "" {
 			return nil
 		}
 		for _, rank := range ranks {
@@ -266,20 +272,24 @@ func (m *Machine) Processes(generation uint64, by topo.Rank, ranks []topo.Rank,
 // a status that tells more than SIGKILL does, so each process may end by itself within Config.Notice. If the
 // training has returned in such a process, the ranks that wait for it go on without it.
 func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
-	m.now = now
+	news := false
 	for _, p := range processes {
-		k := m.find(p)
-		if k != nil && k.done {
-			k.missed = m.roster.Rank(p) >= 0
+		k := m.index[p]
+		if k == nil || k.state >= killed && !k.done || k.missed {
 			continue
 		}
-		if k == nil || k.state >= killed {
+		m.now, news = now, true
+		if k.done {
+			k.missed = m.roster.Rank(p) >= 0
 			continue
 		}
 		if k.state < outside {
 			m.fail(k, why)
 		}
 		k.state, k.deadline = killed, now.Add(m.cfg.Notice)
+	}
+	if !news {
+		return m.pass(now)
 	}
 	return m.step()
 }
@@ -289,7 +299,7 @@ func (m *Machine) Failed(now time.Time, processes []Member, why string) Output {
 func (m *Machine) Ended(now time.Time, exits ...Exit) Output {
 	m.now = now
 	for _, x := range exits {
-		if k := m.find(x.Member); k != nil && k.state != dead {
+		if k := m.index[x.Member]; k != nil && k.state != dead {
 			m.record(k, x)
 		}
 	}
@@ -319,6 +329,7 @@ func (m *Machine) record(k *member, x Exit) {
 	k.state = dead
 	if m.roster == nil || m.roster.Rank(k.Member) < 0 {
 		m.members = slices.DeleteFunc(m.members, func(o *member) bool { return o == k })
+		delete(m.index, k.Member)
 	}
 }
 
@@ -326,6 +337,16 @@ func (m *Machine) record(k *member, x Exit) {
 func (m *Machine) Tick(now time.Time) Output {
 	m.now = now
 	return m.step()
+}
+
+// pass does what Tick does, for an event from which nothing follows. There may be thousands at once: all
+// ranks of a job find the same failure, and all answer the new roster.
+func (m *Machine) pass(now time.Time) Output {
+	if next := m.Next(); next.IsZero() || next.After(now) {
+		m.now = now
+		return Output{}
+	}
+	return m.Tick(now)
 }
 
 // Stop tells that the launcher ends the job for a reason of its own. After that, the machine has no output.
@@ -352,7 +373,7 @@ func (m *Machine) Next() (next time.Time) {
 	}
 	for _, k := range m.members {
 		if k.state == active || k.state == killed {
-			earlier(k.deadline)
+			earlier(m.due(k))
 		}
 	}
 	for _, x := range m.excluded {
@@ -361,15 +382,6 @@ func (m *Machine) Next() (next time.Time) {
 		}
 	}
 	return next
-}
-
-func (m *Machine) find(p Member) *member {
-	for _, k := range m.members {
-		if k.Member == p {
-			return k
-		}
-	}
-	return nil
 }
 
 // title returns the name of a process for users.
@@ -454,7 +466,7 @@ func (m *Machine) end(reason string, culprit *Member) {
 		return
 	}
 	if culprit != nil {
-		if k := m.find(*culprit); k != nil && k.mayEnd() {
+		if k := m.index[*culprit]; k != nil && k.mayEnd() {
 			m.held = true
 			return
 		}
@@ -471,14 +483,24 @@ func (m *Machine) end(reason string, culprit *Member) {
 // mayEnd reports whether k is killed only at its deadline.
 func (k *member) mayEnd() bool { return k.state == killed && !k.deadline.IsZero() }
 
+// due returns when the deadline of k passes, or the zero time if it has none. An answer of another process
+// extends that of an active one, because the answers of many processes may wait for the launcher one behind
+// the other.
+func (m *Machine) due(k *member) time.Time {
+	if !k.deadline.IsZero() && k.state == active && m.extended.After(k.deadline) {
+		return m.extended
+	}
+	return k.deadline
+}
+
 // overdue kills the processes whose deadlines have passed. If this is noticed long after the deadline, the
 // launcher was stopped or busy, and the answers of the processes may wait for it. Then they get a new
 // deadline.
 func (m *Machine) overdue() {
 	for _, k := range m.members {
-		switch {
-		case k.deadline.IsZero() || k.deadline.After(m.now):
-		case k.state == active && m.now.Sub(k.deadline) > m.cfg.Answer/10:
+		switch due := m.due(k); {
+		case due.IsZero() || due.After(m.now):
+		case k.state == active && m.now.Sub(due) > m.cfg.Answer/10:
 			k.deadline = m.now.Add(m.cfg.Answer)
 		case k.state == active && !k.done:
 			m.fail(k, fmt.Sprintf("did not answer hvdrun within %v", m.cfg.Answer))
@@ -487,11 +509,6 @@ func (m *Machine) overdue() {
 			m.kill(k)
 		}
 	}
-}
-
-// offered reports whether discovery has found the slot.
-func (m *Machine) offered(s Slot) bool {
-	return slices.ContainsFunc(m.hosts, func(h Host) bool { return h.Name == s.Host && s.Index < h.Slots })
 }
 
 // isExcluded reports whether no process may be started at the slot because of earlier failures.
@@ -576,8 +593,20 @@ func (m *Machine) finish() {
 
 // start starts processes at free slots.
 func (m *Machine) start() {
+	free := 0
+	for _, h := range m.hosts {
+		free += h.Slots
+	}
+	for _, k := range m.members {
+		if k.offered && k.state != dead {
+			free--
+		}
+	}
+	if m.closed || m.begun && free == 0 {
+		return
+	}
 	slots := m.usable()
-	if m.closed || !m.begun && len(slots) < max(m.cfg.Start, m.cfg.Min) {
+	if !m.begun && len(slots) < max(m.cfg.Start, m.cfg.Min) {
 		return
 	}
 	if !m.begun {
@@ -600,13 +629,15 @@ func (m *Machine) start() {
 		m.started[s]++
 		count++
 		p := Member{s, m.started[s]}
-		m.members = append(m.members, &member{Member: p})
+		k := &member{Member: p, offered: true}
+		m.members = append(m.members, k)
+		m.index[p] = k
 		m.out.Start = append(m.out.Start, p)
 	}
 }
 
 // leaves reports whether process k is to be in no later roster.
-func (m *Machine) leaves(k *member) bool { return k.leaving != "" || !m.offered(k.Slot) }
+func (m *Machine) leaves(k *member) bool { return k.leaving != "" || !k.offered }
 
 // form publishes a new roster if one is needed and possible.
 func (m *Machine) form() {
@@ -657,9 +688,9 @@ func (m *Machine) awaitSlots() {
 // lost because they have failed, leave, or are new. Processes in which the training has returned do not count
 // as a difference, unless others wait for them.
 func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
-	var leaving, added []*member
+	var remaining, added []*member
 	synced, missed := !m.synced, false
-	for _, k := range m.newest() {
+	for _, k := range m.ranks {
 		switch {
 		case k.done:
 			missed = missed || k.missed
@@ -667,37 +698,27 @@ func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
 		case k.lost != "":
 			lost = true
 		case m.leaves(k):
-			leaving = append(leaving, k)
+			remaining = append(remaining, k)
 		default:
-			ranks, synced = append(ranks, k), synced || k.synced
+			ranks, remaining, synced = append(ranks, k), append(remaining, k), synced || k.synced
 		}
 	}
-	lost = lost || missed && len(ranks)+len(leaving) > 0
+	leave = len(remaining) > len(ranks)
+	lost = lost || missed && len(remaining) > 0
 	for _, k := range m.members {
 		full := m.cfg.Max > 0 && len(ranks)+len(added) >= m.cfg.Max
 		if k.state == waiting && !m.closed && !m.leaves(k) && !full {
 			added = append(added, k)
 		}
 	}
-	if len(leaving) > 0 && !synced {
+	if leave && !synced {
 		// A rank that is to leave stays until others have the state of the training.
-		leaving = nil
-		ranks = slices.DeleteFunc(m.newest(), func(k *member) bool { return k.done || k.lost != "" })
+		leave, ranks = false, remaining
 		if m.cfg.Max > 0 {
 			added = added[:min(len(added), max(0, m.cfg.Max-len(ranks)))]
 		}
 	}
-	return append(ranks, added...), lost, len(leaving) > 0, len(added) > 0
-}
-
-// newest returns the members of the newest roster, in the order of their ranks.
-func (m *Machine) newest() (ranks []*member) {
-	if m.roster != nil {
-		for _, p := range m.roster.Members {
-			ranks = append(ranks, m.find(p))
-		}
-	}
-	return ranks
+	return append(ranks, added...), lost, leave, len(added) > 0
 }
 
 // pause makes the job wait until there are enough ranks.
@@ -759,7 +780,7 @@ func (m *Machine) patience() time.Duration {
 // reason says why the roster of ranks differs from the newest one.
 func (m *Machine) reason(ranks []*member) string {
 	var clauses, added []string
-	for _, k := range m.newest() {
+	for _, k := range m.ranks {
 		switch {
 		case k.missed:
 			clauses = append(clauses, m.title(k)+": its training has returned before that of other ranks")
@@ -769,7 +790,7 @@ func (m *Machine) reason(ranks []*member) string {
 		case slices.Contains(ranks, k):
 		case k.leaving != "":
 			clauses = append(clauses, m.title(k)+" leaves: "+k.leaving)
-		case !m.offered(k.Slot):
+		case !k.offered:
 			clauses = append(clauses, m.title(k)+" leaves: its slot is not offered any more")
 		}
 	}
@@ -801,8 +822,9 @@ func (m *Machine) late(ranks []*member) string {
 // publish makes the ranks the newest roster.
 func (m *Machine) publish(ranks []*member, lost bool) {
 	r := &Roster{Generation: 1, Lost: lost}
+	inRoster := make(map[*member]bool, len(ranks))
 	for _, k := range ranks {
-		r.Members = append(r.Members, k.Member)
+		r.Members, inRoster[k] = append(r.Members, k.Member), true
 	}
 	if m.roster != nil {
 		m.earlier = append(m.earlier[max(0, len(m.earlier)+1-maxEarlier):], m.roster)
@@ -813,20 +835,18 @@ func (m *Machine) publish(ranks []*member, lost bool) {
 				r.Change |= Added
 			}
 		}
-		for _, p := range m.roster.Members {
-			if r.Rank(p) < 0 {
-				r.Change |= Removed
-			}
+		if slices.ContainsFunc(m.ranks, func(k *member) bool { return !inRoster[k] }) {
+			r.Change |= Removed
 		}
 	}
 	if m.roster == nil {
 		r.Reason = m.late(ranks)
 	}
-	m.roster, m.out.Publish, m.culprit = r, r, nil
-	m.waitsSince, m.readySince = time.Time{}, time.Time{}
+	m.roster, m.ranks, m.out.Publish, m.culprit = r, ranks, r, nil
+	m.waitsSince, m.readySince, m.extended = time.Time{}, time.Time{}, time.Time{}
 	for _, k := range m.members {
 		switch {
-		case r.Rank(k.Member) >= 0:
+		case inRoster[k]:
 			if k.state == waiting {
 				k.since = r.Generation
 			}
@@ -838,5 +858,10 @@ func (m *Machine) publish(ranks []*member, lost bool) {
 			k.state = outside
 		}
 	}
-	m.members = slices.DeleteFunc(m.members, func(k *member) bool { return k.state == dead })
+	m.members = slices.DeleteFunc(m.members, func(k *member) bool {
+		if k.state == dead {
+			delete(m.index, k.Member)
+		}
+		return k.state == dead
+	})
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -278,6 +279,40 @@ func list(members []elastic.Member) (text string) {
 		}
 	}
 	return text
+}
+
+// In a large job, each event of one rank takes little time, because after a failure all ranks report it and
+// answer the new roster at once.
+func TestManyRanks(t *testing.T) {
+	const ranks = 4096
+	now := time.Unix(0, 0)
+	m := elastic.New(elastic.Config{Start: ranks, Min: 1, Timeout: time.Hour, StartTimeout: time.Hour,
+		Answer: time.Second, ResetLimit: -1}, now)
+	var hosts []elastic.Host
+	for i := range ranks / 8 {
+		hosts = append(hosts, elastic.Host{Name: fmt.Sprintf("h%d", i), Slots: 8})
+	}
+	members := m.Discovered(now, hosts).Start
+	all := func(event func(elastic.Member)) {
+		for _, p := range members {
+			var used syscall.Rusage
+			if event(p); syscall.Getrusage(syscall.RUSAGE_SELF, &used) != nil || used.Utime.Sec > 100 {
+				t.Fatalf("the events of %d ranks take more than 100 s of processor time", ranks)
+			}
+		}
+	}
+	all(func(p elastic.Member) { m.Ready(now, p) })
+	m.Synced(now, 1, 0)
+	dead := members[:1]
+	if r := m.Failed(now, dead, "is silent").Publish; r == nil || len(r.Members) != ranks-1 {
+		t.Fatalf("got the roster %+v, want %d ranks", r, ranks-1)
+	}
+	all(func(elastic.Member) { m.Failed(now, dead, "is silent") })
+	all(func(p elastic.Member) { m.Ready(now, p) })
+	all(func(p elastic.Member) { m.Done(now, p) })
+	if m.Over() {
+		t.Error("the job has ended before its processes")
+	}
 }
 
 // A verdict about a generation that had not begun counts only until there is a later one.
