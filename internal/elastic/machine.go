@@ -641,11 +641,11 @@ func (m *Machine) leaves(k *member) bool { return k.leaving != "" || !k.offered 
 
 // form publishes a new roster if one is needed and possible.
 func (m *Machine) form() {
-	ranks, lost, leaving, added := m.next()
 	least := m.cfg.Min
 	if m.closed {
 		least = 1 // no process will be added, so they go on with any number
 	}
+	ranks, lost, leaving, added := m.next(least)
 	switch {
 	case m.roster == nil && !m.begun:
 		m.awaitSlots()
@@ -684,10 +684,10 @@ func (m *Machine) awaitSlots() {
 	m.expire(have, want)
 }
 
-// next returns the members of the next roster, and how they differ from those of the newest one: ranks are
-// lost because they have failed, leave, or are new. Processes in which the training has returned do not count
-// as a difference, unless others wait for them.
-func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
+// next returns the members of the next roster, which should be at least least, and how they differ from those
+// of the newest one: ranks are lost because they have failed, leave, or are new. Processes in which the
+// training has returned do not count as a difference, unless others wait for them.
+func (m *Machine) next(least int) (ranks []*member, lost, leave, isNew bool) {
 	var remaining, added []*member
 	synced, missed := !m.synced, false
 	for _, k := range m.ranks {
@@ -711,8 +711,9 @@ func (m *Machine) next() (ranks []*member, lost, leave, isNew bool) {
 			added = append(added, k)
 		}
 	}
-	if leave && !synced {
-		// A rank that is to leave stays until others have the state of the training.
+	if leave && (!synced || lost && len(ranks)+len(added) < least && len(remaining)+len(added) >= least) {
+		// The ranks that are to leave stay until others have the state of the training and, if the others
+		// need a new roster, until there are enough.
 		leave, ranks = false, remaining
 		if m.cfg.Max > 0 {
 			added = added[:min(len(added), max(0, m.cfg.Max-len(ranks)))]
