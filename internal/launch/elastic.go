@@ -292,16 +292,24 @@ func (j *job) handleElasticReady(c *agentConn) {
 // first ranks this ends the job, because then it is most likely a mistake of the user.
 func (j *job) loseAgent(c *agentConn, err error) {
 	if j.members.over || j.members.machine.HasRoster() {
-		j.handleLoss(c, err, time.Now())
-		if c.ready {
-			// The agent waits for orders, and gets none any more.
-			c.dropped.Store(true)
-			j.agents.cut(c)
-		}
+		j.dropAgent(c, err)
 		return
 	}
 	j.stopMachine()
 	j.abort(err)
+}
+
+// dropAgent handles that the agent of c cannot be used any more: the ranks there are lost.
+func (j *job) dropAgent(c *agentConn, err error) {
+	if e, ok := errors.AsType[*HostError](err); ok {
+		err = e.Err
+	}
+	j.handleLoss(c, err, time.Now())
+	if c.ready {
+		// The agent waits for orders, and gets none any more.
+		c.dropped.Store(true)
+		j.agents.cut(c)
+	}
 }
 
 // killMember kills process p.

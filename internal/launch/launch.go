@@ -246,7 +246,8 @@ type Exit struct {
 	Sent syscall.Signal
 	// Lost is set if the launcher cannot know how the command ended. There are two reasons. If the helper was
 	// killed, and the command with it, Why is empty. If the host was lost, Why contains the reason. In both
-	// cases Signal is SIGKILL.
+	// cases Signal is SIGKILL. If the command of a later process could not be started, Why contains the
+	// reason, and Code is the exit status that a shell would return.
 	Lost bool
 	Why  string
 	// Restarting is set if the rank was to be started again when the job ended for another reason.

@@ -2,12 +2,16 @@ package launch_test
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // nodeScript returns a script for nodes. Each process of a node adds a line to a file, and has the number of
@@ -141,6 +145,67 @@ func TestRestartAfterHelperDeath(t *testing.T) {
 	const want = "hvdrun: worker 0: its helper process was killed, and the command with it; starting it again"
 	if !strings.Contains(r.stderr.String(), want) {
 		t.Errorf("got %q, want %q", r.stderr.String(), want)
+	}
+}
+
+// TestRestartOfMissingProgram takes the program away before a node is started again, as a build does for a
+// moment. This is a failure as others, so the node is started again later, if it may.
+func TestRestartOfMissingProgram(t *testing.T) {
+	for restarts, want := range map[int]int{9: 0, 1: 127} {
+		t.Run(strconv.Itoa(restarts), func(t *testing.T) {
+			t.Parallel()
+			program := filepath.Join(t.TempDir(), "sh")
+			if err := exec.Command("cp", "/bin/sh", program).Run(); err != nil {
+				t.Fatal(err)
+			}
+			command := nodeScript(t, "echo >one; await finished", "echo >two; await finished",
+				"if [ $n = 1 ]; then await one; await two; mv "+program+" "+program+".old; exit 3; fi; finish")
+			command[0] = program
+			r := start(t, spec{Servers: 1, Workers: 1, Restarts: restarts, Command: command})
+			why := "worker 0: command \"" + program + "\": no such file or directory"
+			if want == 0 {
+				r.awaitOutput(&r.stderr, why+"; starting it again", 1)
+				if err := os.Rename(program+".old", program); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := r.wait(); got != want {
+				t.Errorf("got exit status %d, want %d", got, want)
+			}
+			if want != 0 && !strings.Contains(r.stderr.String(), "\n  "+why+", after a restart\n") {
+				t.Errorf("got %q, want a report with %q", r.stderr.String(), why)
+			}
+		})
+	}
+}
+
+// TestRestartRefused starts a node again on a host whose agent has no file descriptor left. The job fails as
+// if the host were lost.
+func TestRestartRefused(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	r := start(t, spec{Servers: 1, Workers: 1, Restarts: 9, Hosts: "h1,h2", NoticeMS: 100,
+		Command: nodeScript(t, untilFinished, "echo server; exec sleep 1000",
+			"echo worker; until [ -e "+dir+"/limited ]; do sleep 0.01; done; exit 3")})
+	r.awaitOutput(&r.stdout, "]<stdout>:", 2)
+	limit := unix.Rlimit{}
+	for _, host := range []string{"h1", "h2"} {
+		pid := r.agentOf(host)
+		if err := unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &limit); err != nil {
+			t.Fatal(err)
+		}
+		limit.Cur = 0
+		if err := unix.Prlimit(pid, unix.RLIMIT_NOFILE, &limit, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	writeFile(filepath.Join(dir, "limited"), "")
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	if want := regexp.MustCompile(`\n  worker 0: lost host h\d: .*too many open files, after a restart\n`); !want.MatchString(
+		r.stderr.String()) {
+		t.Errorf("got %q, want %v", r.stderr.String(), want)
 	}
 }
 

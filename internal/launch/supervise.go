@@ -172,12 +172,12 @@ func (j *job) handleReport(k *rank, p *report) {
 		if j.spec.several {
 			err.Host = k.exit.Host
 		}
-		if j.o.Elastic == nil || !j.members.machine.HasRoster() {
+		if j.o.Elastic == nil && k.restarts == 0 || j.o.Elastic != nil && !j.members.machine.HasRoster() {
 			j.stopMachine()
 			j.abort(err)
 			return
 		}
-		k.markLost(time.Now(), err.Err.Error())
+		k.exit.Code, k.exit.At, k.exit.Why = err.Status, time.Now(), strings.TrimPrefix(err.Error(), "launch: ")
 	case p.PID != 0:
 		k.exit.PID, k.started = p.PID, time.Now()
 		j.console.verbosef("%s: started as process %d", k.title, p.PID)
@@ -218,11 +218,14 @@ func (j *job) handleReady(c *agentConn) {
 
 // handleRefusal handles that the agent of c cannot be started, or cannot start its ranks.
 func (j *job) handleRefusal(c *agentConn, err error) {
-	if j.o.Elastic == nil {
+	switch {
+	case j.o.Elastic != nil:
+		j.loseAgent(c, err)
+	case slices.ContainsFunc(c.ranks, func(k *rank) bool { return k.restarts > 0 }):
+		j.dropAgent(c, err)
+	default:
 		j.abort(err)
-		return
 	}
-	j.loseAgent(c, err)
 }
 
 // handleLoss records that the connection to an agent ended with err before the agent had sent everything.
