@@ -409,12 +409,8 @@ func endOf(result launch.Result, err error, nodes *launch.Nodes) *live.End {
 	case err != nil:
 		end.Status, end.Text = cmp.Or(result.Status, statusFailure), err.Error()
 	case len(result.Roots) > 0:
-		root := result.Roots[0]
-		name := fmt.Sprintf("rank %d", root)
-		if nodes != nil {
-			name = nodes.Name(root)
-		}
-		end.Text = name + ": " + result.Ranks[root].Describe()
+		root := result.Ranks[result.Roots[0]]
+		end.Text = root.Title + ": " + root.Describe()
 		if v := result.Verdict; v != nil && v.Reason != "" {
 			end.Text += "; " + v.Reason
 		}

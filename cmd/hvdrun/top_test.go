@@ -256,7 +256,7 @@ func TestSwitchedTimelines(t *testing.T) {
 }
 
 func TestEndOf(t *testing.T) {
-	killed, nodes := launch.Exit{Signal: unix.SIGKILL}, &launch.Nodes{Servers: 1, Workers: 1}
+	killed, nodes := launch.Exit{Title: "h1:3", Signal: unix.SIGKILL}, &launch.Nodes{Servers: 1, Workers: 1}
 	for _, c := range []struct {
 		result launch.Result
 		err    error
@@ -266,9 +266,7 @@ func TestEndOf(t *testing.T) {
 		{launch.Result{}, nil, nil, live.End{Text: "all ranks ended with status 0"}},
 		{launch.Result{}, nil, nodes, live.End{Text: "all nodes ended with status 0"}},
 		{launch.Result{Status: 137, Roots: []int{1}, Ranks: []launch.Exit{{}, killed}}, nil, nil,
-			live.End{Status: 137, Text: "rank 1: " + killed.Describe()}},
-		{launch.Result{Status: 137, Roots: []int{1}, Ranks: []launch.Exit{{}, killed}}, nil,
-			nodes, live.End{Status: 137, Text: "server 0: " + killed.Describe()}},
+			live.End{Status: 137, Text: "h1:3: " + killed.Describe()}},
 		{launch.Result{Status: 130, Signal: unix.SIGINT}, nil, nil,
 			live.End{Status: 130, Text: "a signal has ended it: interrupt"}},
 		{launch.Result{}, os.ErrPermission, nil, live.End{Status: 1, Text: "permission denied"}},

@@ -234,6 +234,8 @@ type Result struct {
 // Exit describes how a rank ended. If the rank was started again, it describes its last process. For the slot
 // of an elastic job that is the root cause, it describes the process that was.
 type Exit struct {
+	// Title is the name of the process in reports, such as rank 3, server 1 or, in an elastic job, h1:3.
+	Title string
 	// Host is the host on which the rank ran.
 	Host string
 	// PID is the process ID of the command. It is 0 if the helper was killed before it reported the ID.

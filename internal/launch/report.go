@@ -102,16 +102,23 @@ func (p reporter) alike(b *strings.Builder, ranks []int, same func(r int) string
 	}
 }
 
-// titles returns the names of processes.
+// maxTitles is the maximum number of processes that titles names, if they are no ranks of a fixed number.
+const maxTitles = 10
+
+// titles returns the names of processes, such as "ranks 1-3" or "server 0, worker 2".
 func (p reporter) titles(ranks []int) string {
-	if p.spec.o.Nodes == nil {
+	if p.spec.o.Nodes == nil && p.spec.o.Elastic == nil {
 		return topo.FormatRanks(ranks)
 	}
 	var all []string
-	for _, r := range ranks {
+	for _, r := range ranks[:min(len(ranks), maxTitles)] {
 		all = append(all, p.ranks[r].title)
 	}
-	return strings.Join(all, ", ")
+	text := strings.Join(all, ", ")
+	if more := len(ranks) - len(all); more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
 }
 
 // restarts returns a text about the last restarts, or "" if there were none.
@@ -136,19 +143,15 @@ func (p reporter) restarts(all []Restart) string {
 	return b.String()
 }
 
-// left returns the names of the processes that have not ended, such as "ranks 1-3" or "server 0, worker 2".
+// left returns the names of the processes that have not ended.
 func (p reporter) left() string {
 	var ranks []int
-	var titles []string
 	for _, k := range p.ranks {
 		if !k.gone {
-			ranks, titles = append(ranks, k.number), append(titles, k.title)
+			ranks = append(ranks, k.number)
 		}
 	}
-	if p.spec.o.Nodes != nil {
-		return strings.Join(titles, ", ")
-	}
-	return topo.FormatRanks(ranks)
+	return p.titles(ranks)
 }
 
 // processes returns a clause for each rank that says what the launcher knows about its process.

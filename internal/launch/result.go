@@ -16,7 +16,9 @@ import (
 func (j *job) result() Result {
 	res := Result{Restarts: j.restarts}
 	for _, k := range j.ranks {
-		res.Ranks = append(res.Ranks, k.outcome())
+		e := k.outcome()
+		e.Title = k.title
+		res.Ranks = append(res.Ranks, e)
 	}
 	switch {
 	case j.asked && !j.failed:
