@@ -114,7 +114,7 @@ tell() { f="tell.$1.${2:-${me%/*}=${me#*/}}"; >"$f"; while [ -e "$f" ]; do sleep
 await() { until [ -e "$1" ]; do sleep 0.01; done; }
 roster() { await roster.$1; grep -q "^$me\$" roster.$1; }
 hosts() { for h; do echo "echo $h"; done >hosts.new; mv hosts.new hosts; }
-echo begin $me
+echo begin $me at $HOROVOD_LOCAL_RANK
 tell ready
 ` + part)
 }
@@ -151,7 +151,7 @@ roster 3; tell done; exit 0`)})
 		}
 	}
 	text, err := os.ReadFile(filepath.Join(out, host+".1", "stdout"))
-	if want := fmt.Sprintf("begin %s:1/1\nbegin %[1]s:1/2\n", host); err != nil || string(text) != want {
+	if want := fmt.Sprintf("begin %s:1/1 at 1\nbegin %[1]s:1/2 at 1\n", host); err != nil || string(text) != want {
 		t.Errorf("got file %q and error %v, want %q", text, err, want)
 	}
 	if res := r.outcome(); res.Status != 0 || res.Roots != nil {

@@ -78,11 +78,11 @@ func (s *spec) processVariables(r int) []string {
 	return append(append(place, "HOROVOD_HOSTNAME="+s.o.Hosts[s.places[r].Host].Name), job...)
 }
 
-// memberVariables returns the environment variables that tell a process of an elastic job its host, its job
-// and which member it is.
+// memberVariables returns the environment variables that tell a process of an elastic job its host, its local
+// rank, its job and which member it is. Its other numbers change.
 func (s *spec) memberVariables(host string, m elastic.Member) []string {
-	return append(s.jobVariables(), "HOROVOD_HOSTNAME="+host, "HOROVOD_ELASTIC=1",
-		MemberVariable+"="+m.Text())
+	return append(s.jobVariables(), "HOROVOD_HOSTNAME="+host, "HOROVOD_LOCAL_RANK="+strconv.Itoa(m.Index),
+		"HOROVOD_ELASTIC=1", MemberVariable+"="+m.Text())
 }
 
 // jobVariables returns the environment variables that tell all processes of which job they are.

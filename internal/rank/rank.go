@@ -98,6 +98,9 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	if cfg.Member != "" && !o.chosen(cfg) {
 		join = r.startMember // it waits until the launcher makes this process a rank
 	} else {
+		if cfg.Member != "" {
+			cfg.LocalRank = config.Unset // the launcher has told that of the elastic job
+		}
 		var cancel context.CancelFunc
 		ctx, cancel = withStartTimeout(ctx, cfg.StartTimeout)
 		defer cancel()
