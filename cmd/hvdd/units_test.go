@@ -9,7 +9,8 @@ import (
 )
 
 // TestUnits checks the units in deploy/systemd with systemd-analyze. The service must pass what hvdd needs
-// from systemd: a socket, and a place for its notifications.
+// from systemd: a socket, a place for its notifications, and a folder for sockets that it shares with other
+// ranks.
 func TestUnits(t *testing.T) {
 	const installed = "/opt/gohvd/bin/hvdd" // the path in the unit
 	analyze, err := exec.LookPath("systemd-analyze")
@@ -44,8 +45,9 @@ func TestUnits(t *testing.T) {
 		t.Errorf("%v\n%s", err, out)
 	}
 	for name, lines := range map[string][]string{
-		"hvdd.service": {"Type=notify", "Requires=hvdd.socket", "ExecStart=" + installed},
-		"hvdd.socket":  {"SocketMode=0600", "ListenStream=/run/gohvd/hvdd.sock"},
+		"hvdd.service": {"Type=notify", "Requires=hvdd.socket", "ExecStart=" + installed,
+			"RuntimeDirectory=gohvd-ranks", "RuntimeDirectoryPreserve=yes", "Environment=XDG_RUNTIME_DIR=%t/gohvd-ranks"},
+		"hvdd.socket": {"SocketMode=0600", "ListenStream=/run/gohvd/hvdd.sock"},
 	} {
 		for _, line := range lines {
 			if !strings.Contains(texts[name], "\n"+line+"\n") {
