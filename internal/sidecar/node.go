@@ -58,6 +58,9 @@ func (n *node) run() {
 		}
 		break
 	}
+	if n.started.Load() == nil {
+		return // it has left its job, or had none, and the sidecar may serve many clients after this one
+	}
 	<-n.conn.server.ctx.Done()
 	if started := n.started.Load(); started != nil {
 		n.conn.server.check(started.Close())

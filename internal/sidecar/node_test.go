@@ -1,8 +1,10 @@
 package sidecar
 
 import (
+	"bytes"
 	"encoding/binary"
 	"math"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -98,6 +100,10 @@ func TestNode(t *testing.T) {
 		}
 		c.Must(finalizeNode())
 		c.bye()
+	})
+	testnet.Eventually(t, "the end of the nodes' goroutines, while the sidecars live", func() bool {
+		stacks := make([]byte, 1<<20)
+		return !bytes.Contains(stacks[:runtime.Stack(stacks, true)], []byte("(*node).run"))
 	})
 }
 
