@@ -31,6 +31,7 @@ type chunk struct {
 	text []byte  // if it is empty, the console only ends an incomplete line of the file
 	// within is set if the stream had passed on the beginning of the line, or its \r, before this chunk.
 	within bool
+	last   bool // the console ends after this chunk
 }
 
 // console writes to the launcher's standard output and standard error. One goroutine writes to both, so that
@@ -42,7 +43,7 @@ type console struct {
 	queue   chan chunk
 	verbose bool          // verbosef prints
 	quit    chan struct{} // closed by abandon
-	done    chan struct{} // closed when all chunks are written, or after abandon
+	done    chan struct{} // closed when all chunks are written, or after abandon; then chunks are dropped
 	abandon func()        // drops the queue and all later chunks
 
 	lost error // error of the first failed write, or nil; valid once done is closed
@@ -89,17 +90,19 @@ func isSameFile(a, b io.Writer) bool {
 	return err == nil && os.SameFile(s, t)
 }
 
-// put queues k. While the queue is full, put blocks. After abandon, put drops k.
+// put queues k. While the queue is full, put blocks. After abandon or close, put drops k.
 func (c *console) put(k chunk) {
 	select {
 	case c.queue <- k:
 	case <-c.quit:
+	case <-c.done:
 	}
 }
 
-// close closes the queue. It returns when all chunks in the queue are written, or after abandon.
+// close ends the console. It returns when all chunks in the queue are written, or after abandon. The stream
+// of a command that cannot be killed may live longer.
 func (c *console) close() {
-	close(c.queue)
+	c.put(chunk{last: true})
 	<-c.done
 }
 
@@ -123,15 +126,14 @@ func (c *console) run() {
 	defer close(c.done)
 	for {
 		var k chunk
-		var more bool
 		select {
 		case <-c.quit:
-		case k, more = <-c.queue:
+		case k = <-c.queue:
 		}
 		switch {
 		case isClosed(c.quit):
 			return
-		case more:
+		case !k.last:
 			c.write(k)
 			continue
 		}

@@ -225,6 +225,17 @@ func TestStuckConsoleHoldsUpOnlyOutput(t *testing.T) {
 	<-c.done
 }
 
+// TestPutAfterClose checks that chunks are dropped after the end of the console, because the standard error
+// of a command that cannot be killed may go on.
+func TestPutAfterClose(t *testing.T) {
+	c := newConsole(io.Discard, io.Discard)
+	c.close()
+	for range 2 * queuedChunks { // more than the queue holds; must not block
+		c.put(chunk{text: []byte("late\n")})
+		c.note("late")
+	}
+}
+
 func TestConsoleReportsTheFirstFailure(t *testing.T) {
 	c := newConsole(failing{}, failing{})
 	c.put(chunk{text: []byte("x\n")})
