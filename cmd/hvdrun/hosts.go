@@ -191,8 +191,9 @@ func (h *hostFlags) agentPath() (string, error) {
 
 // storeAddresses returns addresses with the given port at which other hosts may reach this host. The address
 // of the default route comes first. storeAddresses does not look up the routes to the hosts, because a host's
-// name may be an alias that only ssh understands.
-func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, error) {
+// name may be an alias that only ssh understands. If hosts has no other host than this one, which may have
+// only loopback addresses, it returns one of them rather than none.
+func storeAddresses(settings *config.Config, hosts []launch.Host, port uint16) ([]netip.AddrPort, error) {
 	choice, err := netif.Parse(settings.NetworkInterfaces)
 	if err != nil {
 		return nil, usageError{err}
@@ -201,7 +202,8 @@ func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, err
 	if err != nil {
 		return nil, usageError{err}
 	}
-	if len(own) == 0 {
+	other := func(h launch.Host) bool { return !launch.IsThisHost(h.Name) }
+	if len(own) == 0 && slices.ContainsFunc(hosts, other) {
 		return nil, errors.New("this host has no address that other hosts can reach")
 	}
 	first, err := choice.Any()

@@ -3,6 +3,7 @@ package main
 import (
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -212,7 +213,7 @@ func TestStoreAddresses(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := storeAddresses(&settings, 7)
+		got, err := storeAddresses(&settings, []launch.Host{{Name: "h1"}}, 7)
 		if len(own) == 0 {
 			if err == nil {
 				t.Errorf("got %v without an address", got)
@@ -226,6 +227,23 @@ func TestStoreAddresses(t *testing.T) {
 			if !slices.Contains(got, netip.AddrPortFrom(a, 7)) {
 				t.Errorf("%v: got %v without %v", list, got, a)
 			}
+		}
+	}
+}
+
+// TestNoNetwork runs jobs without other hosts on a host that has only loopback addresses.
+func TestNoNetwork(t *testing.T) {
+	if err := exec.Command("unshare", "-n", "true").Run(); err != nil {
+		t.Skipf("cannot make a network namespace: %v", err)
+	}
+	for _, args := range [][]string{{"-H", "localhost,127.0.0.1"},
+		{"-np", "1", "--host-discovery-script", "echo localhost"}} {
+		cmd := hvdrun(t, append(args, "true")...)
+		cmd.Args = append([]string{"unshare", "-n", "sh", "-c", `ip link set lo up && exec "$@"`, "sh", cmd.Path},
+			cmd.Args[1:]...)
+		cmd.Path, cmd.Err = exec.LookPath("unshare")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v: got %v\n%s", args, err, out)
 		}
 	}
 }

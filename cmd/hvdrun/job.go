@@ -248,7 +248,7 @@ func (j *job) startStore(kv *store.HashStore, cfg store.Config) (*store.Server, 
 	}
 	addrs := []netip.AddrPort{addr}
 	if j.several {
-		if addrs, err = storeAddresses(&j.settings, addr.Port()); err != nil {
+		if addrs, err = storeAddresses(&j.settings, j.hosts, addr.Port()); err != nil {
 			server.Close()
 			return nil, nil, err
 		}
