@@ -116,6 +116,10 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	switch {
 	case r.mpi.on:
 		return nil, usagef("--min-np and --host-discovery-script cannot be used with --mpi, because MPI cannot lose ranks")
+	case flags.Changed("torch-store") && r.torchStore != torchStoreOff:
+		return nil, usagef("--torch-store cannot be used in an elastic job, whose ranks change")
+	case e.discovery == "" && flags.Changed("slots-per-host"):
+		return nil, usagef("--slots-per-host is for the hosts of --host-discovery-script: give the numbers of slots as in -H h1:4")
 	case set.BindTo != binding.None:
 		return nil, usagef("--bind-to %s cannot be used in an elastic job, because the ranks of a host change", set.BindTo)
 	}

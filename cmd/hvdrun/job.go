@@ -80,12 +80,15 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	inquiry := reports.inquiry()
 	var hung func(context.Context) ([]int, joblink.Verdict)
 	var accused func() []int
-	if j.nodes == nil {
-		torch, release, err = r.serveTorch(j.several, cmd.Flags().Changed("torch-store"))
-	} else {
+	switch {
+	case j.nodes != nil:
 		nodes := &nodeReporter{reports, j.nodes}
 		inquiry, hung, accused = nodes.inquiry(), nodes.hung, nodes.accused
 		j.nodes.Root, release, err = reservePort(j.several)
+	case j.elastic != nil:
+		release = func() {} // its processes get no address of a TCPStore
+	default:
+		torch, release, err = r.serveTorch(j.several, cmd.Flags().Changed("torch-store"))
 	}
 	if err != nil {
 		return err
