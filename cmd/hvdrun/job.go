@@ -144,14 +144,16 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	finish, folder := r.serveLive(j, reports, options.Inquiry)
 	closeView, err := r.viewOwn(j, folder)
 	if err != nil {
-		finish(&live.End{Status: statusFailure, Text: err.Error()})
+		finish(context.Background(), &live.End{Status: statusFailure, Text: err.Error()})
 		return err
 	}
 	result, err := launch.Run(context.Background(), options)
 	end := endOf(result, err, j.nodes)
 	end.Report = report()
-	finish(end)
-	closeView()
+	waiting, stopWaiting := untilSignal(signals)
+	defer stopWaiting()
+	finish(waiting, end)
+	closeView(waiting)
 	r.status = result.Status
 	return r.where.explain(err)
 }
@@ -270,6 +272,26 @@ func receivedSignals() chan os.Signal {
 		}
 	}
 	return signals
+}
+
+// untilSignal returns a context that ends when a signal arrives that ends hvdrun, or stop is called.
+func untilSignal(signals <-chan os.Signal) (ctx context.Context, stop func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case s := <-signals:
+				if s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP {
+					cancel()
+				}
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return ctx, func() { cancel(); <-done }
 }
 
 // processes returns the number of processes of the job. nodes is nil if they are ranks.

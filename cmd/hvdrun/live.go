@@ -99,9 +99,10 @@ type liveJob struct {
 }
 
 // serveLive serves the state of the job to hvdrun top and view until finish is called with the end of the
-// job. If that is not possible, the job runs without it, and folder is empty. Otherwise it has the socket.
-func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (finish func(*live.End),
-	folder string) {
+// job. Then readers have a short time to read it, unless ctx ends. If the state cannot be served, the job
+// runs without it, and folder is empty. Otherwise it has the socket.
+func (r *runner) serveLive(j *job, reports *reporter,
+	inquiry *launch.Inquiry) (finish func(ctx context.Context, e *live.End), folder string) {
 	l := &liveJob{about: live.About{PID: os.Getpid(), Command: j.command, Started: time.Now().Round(0),
 		Version: config.Version(), What: live.Ranks, Size: j.np}, nodes: j.nodes,
 		elastic: j.elastic != nil, reports: reports,
@@ -113,20 +114,20 @@ func (r *runner) serveLive(j *job, reports *reporter, inquiry *launch.Inquiry) (
 	folder, stop, err := r.listenLive(l, j)
 	if err != nil {
 		fmt.Fprintf(r.stderr, "hvdrun: warning: hvdrun top cannot show this job: %v\n", err)
-		return func(*live.End) {}, ""
+		return func(context.Context, *live.End) {}, ""
 	}
-	return func(e *live.End) {
+	return func(ctx context.Context, e *live.End) {
 		l.mu.Lock()
 		l.end = e
 		l.mu.Unlock()
 		close(l.ended)
-		stop()
+		stop(ctx)
 	}, folder
 }
 
 // listenLive starts the server, whose socket is in the folder. stop waits for a short time until readers have
-// the last state.
-func (r *runner) listenLive(l *liveJob, j *job) (folder string, stop func(), err error) {
+// the last state, or ctx ends.
+func (r *runner) listenLive(l *liveJob, j *job) (folder string, stop func(ctx context.Context), err error) {
 	if l.about.Host, err = os.Hostname(); err != nil {
 		return "", nil, err
 	}
@@ -157,8 +158,8 @@ func (r *runner) listenLive(l *liveJob, j *job) (folder string, stop func(), err
 		defer close(done)
 		_ = server.Serve(listener) // returns when the server is closed
 	}()
-	return dir.Path(), func() {
-		ctx, cancel := context.WithTimeout(context.Background(), endTime)
+	return dir.Path(), func(ctx context.Context) {
+		ctx, cancel := context.WithTimeout(ctx, endTime)
 		defer cancel()
 		_ = server.Shutdown(ctx) // an error means that a reader did not read the end in time
 		_ = server.Close()

@@ -65,10 +65,11 @@ func (r *runner) viewJob(ctx context.Context, given *viewFlags, args []string) e
 const closeTime = 5 * time.Second
 
 // viewOwn serves the page of the job that hvdrun runs, if --view asks for it. The socket of the job is in the
-// folder. done is called after the end of the job, and waits for a short time until open pages show it.
-func (r *runner) viewOwn(j *job, folder string) (done func(), err error) {
+// folder. done is called after the end of the job, and waits for a short time until open pages show it, or
+// ctx ends.
+func (r *runner) viewOwn(j *job, folder string) (done func(ctx context.Context), err error) {
 	if r.viewAddr == "" {
-		return func() {}, nil
+		return func(context.Context) {}, nil
 	}
 	if folder == "" {
 		return nil, errors.New("--view: the page needs the socket that hvdrun could not open")
@@ -100,8 +101,8 @@ func (r *runner) viewOwn(j *job, folder string) (done func(), err error) {
 		defer close(followed)
 		followJob(ctx, own, l)
 	})
-	return func() {
-		limit, cancel := context.WithTimeout(ctx, closeTime)
+	return func(waiting context.Context) {
+		limit, cancel := context.WithTimeout(waiting, closeTime)
 		defer cancel()
 		select {
 		case <-followed:

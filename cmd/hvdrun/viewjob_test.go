@@ -4,10 +4,13 @@ import (
 	"encoding/json"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"runtime"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/live"
 )
@@ -22,6 +25,25 @@ func jobSocket(t *testing.T) (net.Listener, *jobAddress) {
 	}
 	t.Cleanup(func() { l.Close() })
 	return l, &jobAddress{folder, 1}
+}
+
+// After the end of a job, a signal that ends hvdrun ends the wait for open pages and for hvdrun top.
+func TestSignalAfterTheJob(t *testing.T) {
+	signals := make(chan os.Signal)
+	ctx, stop := untilSignal(signals)
+	defer stop()
+	for _, s := range []os.Signal{unix.SIGUSR1, unix.SIGINT} {
+		select {
+		case signals <- s:
+		case <-ctx.Done():
+			t.Fatalf("the wait has ended before %v", s)
+		}
+	}
+	select {
+	case <-ctx.Done():
+	case <-time.After(deadline):
+		t.Error("SIGINT does not end the wait")
+	}
 }
 
 // A connection that breaks while hvdrun runs is not the end of the job.
