@@ -65,9 +65,23 @@ type Library struct {
 	stalls   [][]byte
 }
 
+// Memory provides memory for results for which an Op has none. Any goroutine may call its functions.
+type Memory struct {
+	Alloc func(numBytes int) ([]byte, error)
+	Free  func([]byte)
+}
+
 // New returns the Library of this process. near returns the folders in which hvdd is looked for before PATH.
 func New(near func() []string, memory Memory) *Library {
 	return &Library{memory: memory, sidecars: sidecars{near: near}, lateTime: 30 * time.Second}
+}
+
+// start runs f in a goroutine. f may set the result.
+func (l *Library) start(f func(into *Result) error) Handle {
+	t := new(task)
+	h := l.handles.add(t)
+	go func() { t.complete(f(&t.result)) }()
+	return h
 }
 
 // InitOptions are the options of Init. The keys of Settings are the names of settings.

@@ -46,26 +46,6 @@ type Place struct {
 	OutBytes uint64
 }
 
-// Memory provides memory for results for which an Op has none. Any goroutine may call its functions.
-type Memory struct {
-	Alloc func(numBytes int) ([]byte, error)
-	Free  func([]byte)
-}
-
-// Result is the result of something that has succeeded.
-type Result struct {
-	Outputs                 []Output // one for each tensor
-	Received                []int64  // the rows that came from each member, if the operation sends rows
-	Source, LastJoined, Set int
-}
-
-// Output is the result of one tensor.
-type Output struct {
-	Data  []byte
-	Shape tensor.Shape
-	Made  bool // whether Memory has provided Data
-}
-
 // call is an Op in flight.
 type call struct {
 	event

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -81,37 +80,4 @@ func (s *sidecars) join(c *client.Client, o *InitOptions) (*rank.Rank, error) {
 func sidecarOf(r *rank.Rank) *client.Client {
 	c, _ := r.Remote.(*client.Client)
 	return c
-}
-
-// remoteOf returns the connection to the sidecar that executes operations among all. It returns nil if there
-// is no such operation.
-func remoteOf(all []pending) rank.Remote {
-	for _, p := range all {
-		if c, is := p.(*call); is && c.execution.Rank.Remote != nil {
-			return c.execution.Rank.Remote
-		}
-	}
-	return nil
-}
-
-// driveAny waits until quit returns true, which depends on all, or until the deadline, unless it is zero. r
-// is the result of remoteOf.
-func driveAny(r rank.Remote, all []pending, deadline time.Time, quit func() bool) {
-	ctx, cancel := context.WithCancel(context.Background())
-	if !deadline.IsZero() {
-		ctx, cancel = context.WithDeadline(ctx, deadline)
-	}
-	defer cancel()
-	for _, p := range all {
-		if _, is := p.(*call); !is { // r does not notice its end
-			go func() {
-				select {
-				case <-p.done():
-					cancel()
-				case <-ctx.Done():
-				}
-			}()
-		}
-	}
-	r.Drive(ctx, nil, quit)
 }
