@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"sync/atomic"
 
@@ -11,10 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
-	"github.com/gohvd/gohvd/ops"
 )
 
 const (
@@ -33,12 +34,8 @@ const (
 	pollInterval = 1 // ms
 )
 
-var (
-	// errEnd means that the connection has ended without a Bye from the client.
-	errEnd = errors.New("the client closed the connection without Bye")
-	// errBye means that the connection has ended because the client has sent Bye.
-	errBye = errors.New("the client sent Bye before Shutdown")
-)
+// errBye means that the connection has ended because the client has sent Bye.
+var errBye = errors.New("the client sent Bye before Shutdown")
 
 // conn is a connection to a client. It has one goroutine, the reader, which reads requests and starts
 // operations. While operations of the connection are in flight, the reader also drives the engine. The
@@ -141,6 +138,23 @@ func (c *conn) hungUp() bool {
 	fds := [1]unix.PollFd{{Fd: int32(c.in.FD), Events: unix.POLLRDHUP}}
 	n, err := unix.Poll(fds[:], 0)
 	return c.why != nil || c.left || err == nil && n > 0
+}
+
+// watch closes the connection when the client's process ends. Without it, the connection would stay open if
+// other processes have inherited the socket.
+func (c *conn) watch(pidfd *os.File) {
+	raw, err := pidfd.SyscallConn()
+	if err == nil {
+		err = raw.Read(func(fd uintptr) bool {
+			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+			n, err := unix.Poll(fds, 0)
+			return err == nil && n > 0
+		})
+	}
+	// If err is not nil, the pidfd was closed, because the connection has ended.
+	if err == nil {
+		c.disconnect(errors.New("the client's process exited"))
+	}
 }
 
 // read handles requests and submissions until the connection ends. It returns the reason for the end, which
@@ -310,103 +324,6 @@ func (c *conn) submit(p *plan, s submission) error {
 	return nil
 }
 
-// Finished implements rank.Owner. It is called once for each operation that was started, when the operation
-// has finished. err is the error of the operation, or nil.
-func (o *operation) Finished(err error) {
-	o.conn.server.operations.Add(1)
-	o.answer(err)
-}
-
-// answer releases the memory that o uses, and then sends the client the result of o or, if err is not nil,
-// err.
-func (o *operation) answer(err error) {
-	c := o.conn
-	if _, is := errors.AsType[*ops.InUseError](err); !is { // else a device may still use the memory
-		c.server.check(c.memory.unuse(o.uses))
-	}
-	if err != nil {
-		o.freeOutputs()
-	}
-	var r *sidecarpb.Reply
-	if err != nil || !o.plain() {
-		r = &sidecarpb.Reply{Id: o.id}
-		if err == nil {
-			a := o.completion()
-			err = c.handOver(o, a)
-			r.What = &sidecarpb.Reply_Completion{Completion: a}
-		}
-		if err != nil {
-			r.What, r.Error = nil, wire.Describe(err)
-		}
-	}
-	if o.plan.Kind.IsMessage() {
-		c.messages.Add(-1)
-	}
-	c.leave(o.id, o.plan.Weight())
-	c.drop(o.plan)
-	// The operation is completed before the answer is sent, because a client that has the answer may submit
-	// the next operation.
-	c.ring.complete(o.id, r == nil)
-	if r != nil {
-		c.reply(r, -1)
-	}
-}
-
-// handOver gives the client access to the results of o, which the completion a describes. If the client has
-// left, or an arena cannot be sent to the client, handOver frees the results.
-func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
-	if o.allocated == nil {
-		return nil
-	}
-	given, err := c.announce(o, a)
-	// The caller must not hold mu here, because freeing may call Server.chunkRemoved, which acquires mu.
-	if !given {
-		o.freeOutputs()
-	}
-	return err
-}
-
-// announce sends the client the arenas that contain results of o, except arenas that the client already
-// knows. Then it records that the client holds the results. If the client has left, announce does nothing and
-// given is false.
-func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.left {
-		return false, nil
-	}
-	for _, r := range a.Results {
-		number := r.Memory.Arena
-		if number < wire.OwnArenas || c.announced[number] {
-			continue
-		}
-		notice, fd, err := c.server.chunks.announcement(number - wire.OwnArenas)
-		if err != nil {
-			return false, err
-		}
-		c.announced[number] = true
-		c.reply(notice, fd)
-	}
-	for i, r := range a.Results {
-		if b := o.allocated[i]; b != nil {
-			c.places[origin{r.Memory.Arena, r.Memory.Offset}] = b
-		}
-	}
-	return true, nil
-}
-
-// announceRemoval notifies the client that an arena of the sidecar was removed. If the client does not know
-// the arena, announceRemoval does nothing.
-func (c *conn) announceRemoval(number uint32) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.announced[number] {
-		delete(c.announced, number)
-		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{
-			DropArena: &sidecarpb.DropArena{Arena: number}}}, -1)
-	}
-}
-
 // needsTurns reports whether operations are in flight that turns of the engine execute.
 func (c *conn) needsTurns() bool { return c.inFlight.Load() > c.messages.Load() }
 
@@ -535,6 +452,12 @@ func (c *conn) now(id uint64, err error) error {
 	}
 	c.answer(id, nil, err)
 	return nil
+}
+
+// usage returns err as an error that the client has caused. It has the same type as errors of this kind in
+// package hvd.
+func usage(op, tensor string, err error) error {
+	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }
 
 // asUsage returns err as a usage error of the operation op. If err is nil, asUsage returns nil.

@@ -19,6 +19,9 @@ const (
 	keptBytes = 1 << 20
 )
 
+// errEnd means that the connection has ended without a Bye from the client.
+var errEnd = errors.New("the client closed the connection without Bye")
+
 // inbox reads from a connection, and keeps bytes and descriptors until they are used. Only one goroutine may
 // use it at a time.
 type inbox struct {

@@ -3,6 +3,7 @@ package sidecar
 import (
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -34,6 +35,29 @@ type clientArena struct {
 	bytes  []byte
 	users  int  // number of inputs and outputs in this arena that belong to operations in flight
 	left   bool // the client has left, so the arena is removed when its last use ends
+}
+
+// location is the position of an input or an output in an arena of the client.
+type location struct {
+	arena            uint32
+	offset, numBytes uint64
+	none             bool // this is an output that the sidecar allocates, so it has no location
+	// The field to is the memory at this location. It is set again for each execution.
+	to []byte
+}
+
+// end returns the offset in the arena at which p ends. If that offset does not fit in 64 bits, end returns
+// 2^64-1, which is outside every arena.
+func (p *location) end() uint64 {
+	if p.offset > math.MaxUint64-p.numBytes {
+		return math.MaxUint64
+	}
+	return p.offset + p.numBytes
+}
+
+// same reports whether p and q are the same location.
+func (p *location) same(q *location) bool {
+	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
 }
 
 // add maps the file fd and records it as the arena with the given number. It takes ownership of fd, even if

@@ -1,172 +1,17 @@
 package sidecar
 
 import (
-	"cmp"
 	"context"
-	"fmt"
-	"math"
-	"slices"
-	"sync/atomic"
-	"unsafe"
+	"errors"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
+	"github.com/gohvd/gohvd/ops"
 )
-
-// plan is an operation as a client has described it. It can be executed any number of times.
-type plan struct {
-	rank.Operation
-	places []location // for each tensor, the location of its input followed by the location of its output
-	makes  bool       // the sidecar allocates at least one output
-	wrong  error      // why the plan cannot be executed; nil if it can be executed
-
-	bytes   int64        // size of the plan, once a slot has it
-	holders atomic.Int32 // number of slots and operations that have the plan
-}
-
-// size returns about how many bytes of memory a plan takes.
-func (p *plan) size() int64 {
-	n := int(unsafe.Sizeof(*p)) + len(p.Name) + 8*cap(p.Splits) +
-		cap(p.Tensors)*int(unsafe.Sizeof(rank.Tensor{})) + cap(p.places)*int(unsafe.Sizeof(location{}))
-	for i := range p.Tensors {
-		n += 16 * cap(p.Tensors[i].Shape) // the shape, and its description in a group
-	}
-	if p.wrong != nil {
-		n += 2 * len(p.wrong.Error())
-	}
-	return int64(n)
-}
-
-// location is the position of an input or an output in an arena of the client.
-type location struct {
-	arena            uint32
-	offset, numBytes uint64
-	none             bool // this is an output that the sidecar allocates, so it has no location
-	// The field to is the memory at this location. It is set again for each execution.
-	to []byte
-}
-
-// newPlan returns the plan for the operation that a client describes. It makes the checks that are possible
-// before the operation is executed. If a check fails, newPlan sets the field wrong of the plan to a usage
-// error.
-func newPlan(o *sidecarpb.Operation) *plan {
-	if o == nil {
-		o = new(sidecarpb.Operation) // it has kind 0, so it is refused
-	}
-	p := new(plan)
-	spec := rank.Spec{
-		Kind: o.Kind, DType: o.Dtype, ReduceOp: o.ReduceOp, Wire: o.WireDtype, Name: o.Name,
-		Prescale: orOne(o.Prescale), Postscale: orOne(o.Postscale), TimeoutSeconds: o.TimeoutSeconds,
-		Set: int(o.ProcessSet), Root: int(o.RootRank), Peer: int(o.Peer), Tag: int(o.Tag), Splits: o.Splits,
-		ErrorFeedback: o.ErrorFeedback, Empty: o.Empty, Grouped: o.Grouped,
-	}
-	for _, t := range o.Tensors {
-		spec.Tensors = append(spec.Tensors, rank.TensorSpec{DType: t.GetDtype(), Shape: t.GetShape()})
-	}
-	if err := p.Describe(&spec); err != nil {
-		return &plan{wrong: err}
-	}
-	for i, t := range o.Tensors {
-		if err := p.locate(&p.Tensors[i], t); err != nil {
-			return &plan{wrong: p.Misuse("tensor %d: %w", i, err)}
-		}
-	}
-	if err := p.overlaps(); err != nil {
-		return &plan{wrong: p.Misuse("%w", err)}
-	}
-	return p
-}
-
-// orOne returns *f, or 1 if f is nil.
-func orOne(f *float64) float64 {
-	if f == nil {
-		return 1
-	}
-	return *f
-}
-
-// locate checks the locations of the tensor d and adds them to the plan.
-func (p *plan) locate(d *rank.Tensor, t *sidecarpb.Tensor) error {
-	in := location{arena: t.GetInput().GetArena(), offset: t.GetInput().GetOffset(),
-		numBytes: t.GetInput().GetBytes()}
-	out := location{arena: t.GetOutput().GetArena(), offset: t.GetOutput().GetOffset(),
-		numBytes: t.GetOutput().GetBytes(), none: t.GetOutput() == nil}
-	size := uint64(d.DType.Size())
-	switch {
-	case uint64(d.NumBytes) != in.numBytes:
-		return fmt.Errorf("got an input of %d bytes, which does not match shape %v and element type %v",
-			in.numBytes, d.Shape, d.DType)
-	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
-		return fmt.Errorf("got an input at byte %d and an output of %d bytes at byte %d, want multiples of %d",
-			in.offset, out.numBytes, out.offset, size)
-	}
-	p.places = append(p.places, in, out)
-	p.makes = p.makes || out.none && p.Kind != message.Send
-	return nil
-}
-
-// overlaps returns an error if memory that the operation writes overlaps other memory that it uses. Inputs
-// may overlap each other, and the output of a tensor may be the same memory as its input.
-func (p *plan) overlaps() error {
-	type stretch struct {
-		*location
-		tensor int
-		output bool
-	}
-	all := make([]stretch, 0, len(p.places))
-	for i := range p.places {
-		at := stretch{&p.places[i], i / 2, i%2 == 1}
-		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			// The location is empty, or it is an output in the same memory as its input. The input itself is
-			// checked.
-			continue
-		}
-		all = append(all, at)
-	}
-	written := func(s stretch) bool { return s.output || s.same(&p.places[2*s.tensor+1]) }
-	slices.SortFunc(all, func(a, b stretch) int {
-		return cmp.Or(cmp.Compare(a.arena, b.arena), cmp.Compare(a.offset, b.offset))
-	})
-	// Both variables describe the stretches that the loop has seen in the current arena. reads is the one
-	// with the greatest end. writes is the one with the greatest end among those that the operation writes.
-	var reads, writes stretch
-	for i, s := range all {
-		if i == 0 || s.arena != all[i-1].arena {
-			reads, writes = stretch{}, stretch{}
-		}
-		for _, before := range []stretch{reads, writes} {
-			if before.location != nil && before.end() > s.offset && (written(s) || written(before)) {
-				return fmt.Errorf("tensors %d and %d overlap in arena %d at byte %d; only the output of a tensor may be the same memory as its input", before.tensor, s.tensor, s.arena, s.offset)
-			}
-		}
-		if reads.location == nil || s.end() > reads.end() {
-			reads = s
-		}
-		if written(s) && (writes.location == nil || s.end() > writes.end()) {
-			writes = s
-		}
-	}
-	return nil
-}
-
-// end returns the offset in the arena at which p ends. If that offset does not fit in 64 bits, end returns
-// 2^64-1, which is outside every arena.
-func (p *location) end() uint64 {
-	if p.offset > math.MaxUint64-p.numBytes {
-		return math.MaxUint64
-	}
-	return p.offset + p.numBytes
-}
-
-// same reports whether p and q are the same location.
-func (p *location) same(q *location) bool {
-	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
-}
 
 // operation is one execution of a plan.
 type operation struct {
@@ -203,6 +48,15 @@ func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
 	return o, nil
 }
 
+// runner runs operations on a rank. rankRunner implements it.
+type runner interface {
+	// Begin queues o for the engine, which processes it at the next call of Notify or Drive. If Begin returns
+	// an error, o is not queued and o.done will not be called.
+	Begin(o *operation) error
+	Notify()
+	Drive(ctx context.Context, done func() bool)
+}
+
 // rankRunner runs operations on a rank. It implements runner.
 type rankRunner struct{ *rank.Rank }
 
@@ -216,6 +70,15 @@ func (r rankRunner) Notify() { r.Engine.Notify() }
 func (r rankRunner) Begin(o *operation) error {
 	o.Rank = r.Rank
 	return o.Begin()
+}
+
+// begin starts the operation o on the rank. It returns an error if there is no rank.
+func (s *Server) begin(o *operation) error {
+	r := s.running.Load()
+	if r == nil {
+		return o.plan.Misuse("%w", rank.ErrNotInitialized)
+	}
+	return (*r).Begin(o)
 }
 
 // Allocate implements rank.Owner. It allocates the output of tensor i in an arena of the sidecar.
@@ -272,8 +135,99 @@ func (o *operation) completion() *sidecarpb.Completion {
 	return a
 }
 
-// usage returns err as an error that the client has caused. It has the same type as errors of this kind in
-// package hvd.
-func usage(op, tensor string, err error) error {
-	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
+// Finished implements rank.Owner. It is called once for each operation that was started, when the operation
+// has finished. err is the error of the operation, or nil.
+func (o *operation) Finished(err error) {
+	o.conn.server.operations.Add(1)
+	o.answer(err)
+}
+
+// answer releases the memory that o uses, and then sends the client the result of o or, if err is not nil,
+// err.
+func (o *operation) answer(err error) {
+	c := o.conn
+	if _, is := errors.AsType[*ops.InUseError](err); !is { // else a device may still use the memory
+		c.server.check(c.memory.unuse(o.uses))
+	}
+	if err != nil {
+		o.freeOutputs()
+	}
+	var r *sidecarpb.Reply
+	if err != nil || !o.plain() {
+		r = &sidecarpb.Reply{Id: o.id}
+		if err == nil {
+			a := o.completion()
+			err = c.handOver(o, a)
+			r.What = &sidecarpb.Reply_Completion{Completion: a}
+		}
+		if err != nil {
+			r.What, r.Error = nil, wire.Describe(err)
+		}
+	}
+	if o.plan.Kind.IsMessage() {
+		c.messages.Add(-1)
+	}
+	c.leave(o.id, o.plan.Weight())
+	c.drop(o.plan)
+	// The operation is completed before the answer is sent, because a client that has the answer may submit
+	// the next operation.
+	c.ring.complete(o.id, r == nil)
+	if r != nil {
+		c.reply(r, -1)
+	}
+}
+
+// handOver gives the client access to the results of o, which the completion a describes. If the client has
+// left, or an arena cannot be sent to the client, handOver frees the results.
+func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
+	if o.allocated == nil {
+		return nil
+	}
+	given, err := c.announce(o, a)
+	// The caller must not hold mu here, because freeing may call Server.chunkRemoved, which acquires mu.
+	if !given {
+		o.freeOutputs()
+	}
+	return err
+}
+
+// announce sends the client the arenas that contain results of o, except arenas that the client already
+// knows. Then it records that the client holds the results. If the client has left, announce does nothing and
+// given is false.
+func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.left {
+		return false, nil
+	}
+	for _, r := range a.Results {
+		number := r.Memory.Arena
+		if number < wire.OwnArenas || c.announced[number] {
+			continue
+		}
+		notice, fd, err := c.server.chunks.announcement(number - wire.OwnArenas)
+		if err != nil {
+			return false, err
+		}
+		c.announced[number] = true
+		c.reply(notice, fd)
+	}
+	for i, r := range a.Results {
+		if b := o.allocated[i]; b != nil {
+			c.places[origin{r.Memory.Arena, r.Memory.Offset}] = b
+		}
+	}
+	return true, nil
+}
+
+// announceRemoval notifies the client that an arena of the sidecar was removed. If the client does not know
+// the arena, announceRemoval does nothing.
+func (c *conn) announceRemoval(number uint32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.announced[number] {
+		delete(c.announced, number)
+		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{
+			DropArena: &sidecarpb.DropArena{Arena: number}}}, -1)
+	}
 }
