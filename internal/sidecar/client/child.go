@@ -27,6 +27,8 @@ const (
 	keptLine  = 4096
 	// describeTimeout is how long the end of the process is waited for after the connection has ended.
 	describeTimeout = 5 * time.Second
+	// exitTimeout is how long the sidecar may take to exit. It waits up to 10 s for other ranks.
+	exitTimeout = 15 * time.Second
 )
 
 // child is a sidecar that this process has started.

@@ -2,17 +2,11 @@ package client
 
 import (
 	"context"
-	"strings"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/shmem"
-	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
-	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 const (
@@ -165,51 +159,4 @@ func (c *Client) awaitAny(ctx context.Context, done func() bool) {
 		}
 		shmem.Wait(word(c.ring.changes), before, sleepTime)
 	}
-}
-
-// changeSets sends the request in e, which adds or removes a process set.
-func (c *Client) changeSets(e *tensorqueue.Entry) error {
-	q := &e.Request
-	fail := func(err error) error { return &engine.OpError{Op: q.Kind.String(), Tensor: q.Name, Err: err} }
-	c.mu.Lock()
-	err := c.over
-	if err == nil && c.job == nil {
-		err = rank.ErrNotInitialized
-	}
-	if err == nil {
-		queue := c.queueOf(e.Set)
-		if err = queue.Add(e); err == nil {
-			queue.Pop(nil)
-		}
-	}
-	c.mu.Unlock()
-	if err != nil {
-		return fail(err)
-	}
-	request := &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{
-		RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: int32(q.Set), TimeoutSeconds: seconds(e.Timeout)}}}
-	if q.Kind == message.AddProcessSet {
-		// The name of the request has a prefix and, after a point, the name that the program has given.
-		_, name, _ := strings.Cut(q.Name, "process_set.add.")
-		add := &sidecarpb.AddProcessSet{Ranks: int32s(q.Ranks), MembersOnly: q.MembersOnly, Name: name,
-			TimeoutSeconds: seconds(e.Timeout)}
-		request = &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: add}}
-	}
-	err = c.send(request, -1, func(r *sidecarpb.Reply, err error) {
-		if _, dead := err.(*DeadError); dead {
-			err = fail(err)
-		}
-		if s := r.GetProcessSet(); s != nil {
-			e.Response = &message.Response{Kind: q.Kind, Set: topo.ProcessSetID(s.GetId()),
-				Ranks: ranksOf(s.GetRanks())}
-		} else if q.Kind == message.AddProcessSet && err == nil {
-			err = fail(errUnexpected)
-		}
-		e.Finish(err)
-		c.ring.changed()
-	})
-	if err != nil {
-		e.Finish(fail(err))
-	}
-	return nil
 }
