@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/cuda"
-	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcuda"
@@ -165,13 +164,6 @@ func each(all []*member, f func(m *member)) {
 	wg.Wait()
 }
 
-// sizes calls f with clusters of 1 to 4 ranks.
-func sizes(t *testing.T, f func(t *testing.T, all []*member)) {
-	for n := 1; n <= 4; n++ {
-		t.Run(fmt.Sprint(n), func(t *testing.T) { f(t, cluster(t, n)) })
-	}
-}
-
 // floats returns n elements that rank r contributes.
 func floats(r, n int) []float32 {
 	v := make([]float32, n)
@@ -201,50 +193,6 @@ func (m *member) equal(what string, on []byte, want []float32) {
 		m.t.Errorf("rank %d of %d: %s: element %d of %d differs from the reference", m.me, m.n, what, at,
 			len(want))
 	}
-}
-
-func TestAllreduce(t *testing.T) {
-	sizes(t, func(t *testing.T, all []*member) {
-		for _, length := range []int{1, 1000, 100_000} {
-			each(all, func(m *member) {
-				buf := m.upload(tensor.Bytes(floats(m.me, length)))
-				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
-					Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
-				m.equal("in place", buf, total(m.n, length))
-				in, out := m.upload(tensor.Bytes(floats(m.me, length))), m.alloc(4*length)
-				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
-					Tensors: []ops.Tensor{{In: in, Out: out}}}))
-				m.equal("out of place", out, total(m.n, length))
-				m.equal("the input", in, floats(m.me, length))
-			})
-		}
-	})
-}
-
-// TestFused checks that a list of tensors is reduced, of which some are in place and one is empty.
-func TestFused(t *testing.T) {
-	sizes(t, func(t *testing.T, all []*member) {
-		each(all, func(m *member) {
-			lengths := []int{3, 0, 5000, 1}
-			var tensors []ops.Tensor
-			for i, n := range lengths {
-				in := m.upload(tensor.Bytes(floats(m.me, n)))
-				out := in
-				if i%2 == 0 {
-					out = m.alloc(len(in))
-				}
-				tensors = append(tensors, ops.Tensor{In: in, Out: out})
-			}
-			for range 2 { // the second time with the sums of the tensors in place
-				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
-					Tensors: tensors}))
-			}
-			m.equal("tensor 0", tensors[0].Out, total(m.n, 3))
-			m.equal("tensor 2", tensors[2].Out, total(m.n, 5000))
-			want := total(m.n, 1)
-			m.equal("tensor 3", tensors[3].Out, []float32{want[0] * float32(m.n)})
-		})
-	})
 }
 
 // TestCopiesOfFusedTensors counts the calls of CUDA with which tensors are copied to the buffer on the device
@@ -292,57 +240,6 @@ func TestUrgentStream(t *testing.T) {
 	if n := calls("priority -5"); n != 1 {
 		t.Errorf("got %d streams of the greatest priority, want that of NCCL", n)
 	}
-}
-
-// TestAbsent checks that a rank that has joined contributes neutral elements.
-func TestAbsent(t *testing.T) {
-	all := cluster(t, 3)
-	for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Min, tensor.Max} {
-		each(all, func(m *member) {
-			want := slices.Clone(floats(0, 12))
-			reduce, err := kernel.Reduce(op, tensor.Float32)
-			m.check(err)
-			reduce(tensor.Bytes(want), tensor.Bytes(floats(2, 12)))
-			o := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: op,
-				Device: &ops.DevicePart{NumBytes: 48}}
-			scatter := o
-			scatter.Kind, scatter.Counts = message.Reducescatter, []int64{16, 16, 16}
-			var buf, block []byte
-			if m.me != 1 {
-				buf, block = m.upload(tensor.Bytes(floats(m.me, 12))), m.alloc(16)
-				scatter.Tensors = []ops.Tensor{{In: buf, Out: block}}
-			}
-			m.check(m.run(scatter))
-			if m.me != 1 {
-				m.equal(fmt.Sprint("reducescatter ", op), block, want[4*m.me:][:4])
-				o.Tensors = []ops.Tensor{{In: buf, Out: buf}}
-			}
-			m.check(m.run(o))
-			if m.me != 1 {
-				m.equal(fmt.Sprint("allreduce ", op), buf, want)
-			}
-		})
-	}
-	each(all, func(m *member) {
-		gather := ops.Operation{Kind: message.Allgather, Counts: []int64{8, 0, 4},
-			Device: &ops.DevicePart{NumBytes: 12}}
-		spread := ops.Operation{Kind: message.Broadcast, Root: 2, Device: &ops.DevicePart{NumBytes: 12}}
-		var in, out []byte
-		if m.me != 1 {
-			in, out = m.upload(tensor.Bytes(floats(m.me, 2-m.me/2))), m.alloc(12)
-			gather.Tensors = []ops.Tensor{{In: in, Out: out}}
-		}
-		m.check(m.run(gather))
-		if m.me != 1 {
-			m.equal("allgather", out, append(floats(0, 2), floats(2, 1)...))
-			in = m.upload(tensor.Bytes(floats(m.me, 3)))
-			spread.Tensors = []ops.Tensor{{In: in, Out: out}}
-		}
-		m.check(m.run(spread))
-		if m.me != 1 {
-			m.equal("broadcast", out, floats(2, 3))
-		}
-	})
 }
 
 // TestLongNeutralElements checks that a rank that has joined contributes enough neutral elements, also if
