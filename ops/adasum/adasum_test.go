@@ -105,6 +105,24 @@ func TestRange(t *testing.T) {
 	}
 }
 
+// A NaN or an infinity in one tensor makes the result of this tensor NaN, and does not change that of another
+// one.
+func TestNotFinite(t *testing.T) {
+	for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
+		a, b := []float64{1, bad, 1, 0}, []float64{1, 2, 0, 2}
+		var c adasum.Combiner
+		if err := c.Prepare(tensor.Float64, 32, []int64{16, 16}); err != nil {
+			t.Fatal(err)
+		}
+		dots := make([]float64, c.Dots())
+		c.AddDots(dots, tensor.Bytes(a), tensor.Bytes(b), 0)
+		c.Combine(tensor.Bytes(a), tensor.Bytes(a), tensor.Bytes(b), 0, dots)
+		if !math.IsNaN(a[0]) || !math.IsNaN(a[1]) || a[2] != 1 || a[3] != 2 {
+			t.Errorf("%v: got %v, want [NaN NaN 1 2]", bad, a)
+		}
+	}
+}
+
 // scaled returns v, each element multiplied by f·2^exp.
 func scaled(v []float64, f float64, exp int) []float64 {
 	out := make([]float64, len(v))

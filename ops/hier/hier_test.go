@@ -1,10 +1,10 @@
 package hier_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -12,7 +12,6 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -156,178 +155,23 @@ func (c *cluster) sentBy(host byte) (sent int64) {
 	return sent
 }
 
-// value returns element e of the contribution of rank r.
-func value(r, e int) int32 { return int32(r+1)*1000 + int32(e%89) }
-
-func fill(r, n int) []int32 {
-	buf := make([]int32, n)
-	for e := range buf {
-		buf[e] = value(r, e)
-	}
-	return buf
-}
-
-// total returns element e of the sum of all n contributions.
-func total(n, e int) (sum int32) {
-	for r := range n {
-		sum += value(r, e)
-	}
-	return sum
-}
-
-// counts are numbers of elements of 4 bytes. The last but one is cut into slices, the last into chunks too.
-var counts = []int{0, 1, 2, 7, 64, 1000, 10001, 30001}
-
-func TestAllreduce(t *testing.T) {
+// Random operations have the results of a sequential reference, in one chunk and in many. A sum of 16-bit
+// floats is rounded once.
+func TestAtRandom(t *testing.T) {
 	for _, hosts := range layouts {
-		c := newCluster(t, hosts, nil)
-		for _, n := range counts {
-			c.must(t, func(i int, b *opstest.Blocking) error {
-				buf := fill(i, n)
-				if err := b.Allreduce(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum,
-					tensor.Bytes(buf)); err != nil {
-					return err
-				}
-				for e, got := range buf {
-					if want := total(len(hosts), e); got != want {
-						return fmt.Errorf("%s: rank %d: element %d of %d is %d, want %d", hosts, i, e, n, got,
-							want)
-					}
-				}
-				return nil
-			})
-		}
-	}
-}
-
-// Every 16-bit float of a sum is rounded once: the result equals the exact sum, rounded.
-func TestHalfIsRoundedOnce(t *testing.T) {
-	for i, hosts := range slices.Concat(layouts, layouts) {
-		c := newCluster(t, hosts, nil)
-		n := 500 // small
-		if i >= len(layouts) {
-			n = 60001 // three chunks
-		}
-		at := func(r, e int) float32 { return half.Float16FromFloat32(1 + float32(r*7+e%13)/1024).Float32() }
-		c.must(t, func(i int, b *opstest.Blocking) error {
-			buf := make([]half.Float16, n)
-			for e := range buf {
-				buf[e] = half.Float16FromFloat32(at(i, e))
+		t.Run(hosts, func(t *testing.T) {
+			x := opstest.Random{
+				Seed: rand.Uint64(), Rounds: 60, Kinds: []message.Kind{message.Allreduce, message.Broadcast},
+				Reductions: opstest.Reductions(), WideHalves: true, Sizes: []int{1, 7, 1000, 10_000, 60_000},
+				Algorithms: func(message.Kind, tensor.ReduceOp) []message.Algorithm {
+					return []message.Algorithm{message.TwoLevel}
+				},
 			}
-			whole := slices.Clone(buf)
-			if err := b.Allreduce(t.Context(), message.TwoLevel, tensor.Float16, tensor.Sum,
-				tensor.Bytes(buf)); err != nil {
-				return err
+			if hosts != "abab" { // its blocks are not consecutive
+				x.Kinds = append(x.Kinds, message.Reducescatter, message.Allgather)
 			}
-			sizes := blocks(len(hosts), n, 2)
-			scattered := hosts == "abab"
-			if !scattered {
-				if err := b.Reducescatter(t.Context(), message.TwoLevel, tensor.Float16, tensor.Sum,
-					tensor.Bytes(whole), sizes); err != nil {
-					return err
-				}
-			}
-			from, to := block(sizes, i)
-			for e := range buf {
-				var sum float32
-				for r := range hosts {
-					sum += at(r, e)
-				}
-				want := half.Float16FromFloat32(sum)
-				if buf[e] != want {
-					return fmt.Errorf("%s: rank %d: element %d is %x, want %x", hosts, i, e, buf[e], want)
-				}
-				if k := int64(2 * e); !scattered && k >= from && k < to && whole[e] != want {
-					return fmt.Errorf("%s: rank %d: element %d of the block is %x, want %x", hosts, i, e,
-						whole[e], want)
-				}
-			}
-			return nil
+			newCluster(t, hosts, nil).must(t, x.RunAll(t.Context(), len(hosts)))
 		})
-	}
-}
-
-// blocks returns the sizes in bytes of the blocks of ranks, which have n elements of size bytes in total. The
-// blocks have different sizes, and the block of rank 1 is empty.
-func blocks(ranks, n, size int) []int64 {
-	all := make([]int64, ranks)
-	for e := range n {
-		r := (e*e + e/3) % ranks
-		if r == 1 {
-			r = 0
-		}
-		all[r] += int64(size)
-	}
-	return all
-}
-
-// block returns where the block of a rank begins and ends.
-func block(sizes []int64, rank int) (from, to int64) {
-	for _, s := range sizes[:rank] {
-		from += s
-	}
-	return from, from + sizes[rank]
-}
-
-func TestReducescatterAndAllgather(t *testing.T) {
-	for _, hosts := range layouts {
-		if hosts == "abab" {
-			continue // TestScattered
-		}
-		c := newCluster(t, hosts, nil)
-		for _, n := range counts {
-			sizes := blocks(len(hosts), n, 4)
-			c.must(t, func(i int, b *opstest.Blocking) error {
-				buf := fill(i, n)
-				if err := b.Reducescatter(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum,
-					tensor.Bytes(buf), sizes); err != nil {
-					return err
-				}
-				from, to := block(sizes, i)
-				for e := from / 4; e < to/4; e++ {
-					if want := total(len(hosts), int(e)); buf[e] != want {
-						return fmt.Errorf("%s: rank %d: element %d of %d is %d, want %d", hosts, i, e, n,
-							buf[e], want)
-					}
-				}
-				for e := range buf {
-					if k := int64(4 * e); k < from || k >= to {
-						buf[e] = -1
-					}
-				}
-				if err := b.Allgather(t.Context(), message.TwoLevel, tensor.Bytes(buf), sizes); err != nil {
-					return err
-				}
-				for e, got := range buf {
-					if want := total(len(hosts), e); got != want {
-						return fmt.Errorf("%s: rank %d: gathered element %d of %d is %d, want %d", hosts, i, e,
-							n, got, want)
-					}
-				}
-				return nil
-			})
-		}
-	}
-}
-
-func TestBroadcast(t *testing.T) {
-	for _, hosts := range layouts {
-		c := newCluster(t, hosts, nil)
-		for root := range hosts {
-			for _, n := range []int{0, 1, 1000, 30001} {
-				want := tensor.Bytes(fill(root, n))
-				c.must(t, func(i int, b *opstest.Blocking) error {
-					buf := tensor.Bytes(fill(i, n))
-					if err := b.Broadcast(t.Context(), message.TwoLevel, root, buf); err != nil {
-						return err
-					}
-					if !bytes.Equal(buf, want) {
-						return fmt.Errorf("%s: rank %d got wrong data from rank %d", hosts, i, root)
-					}
-					return nil
-				})
-			}
-		}
 	}
 }
 
@@ -698,24 +542,6 @@ func stagesOf(t *testing.T, alg message.Algorithm, chunks int) string {
 		t.Fatal(err)
 	}
 	return "\n" + strings.Join(log, "\n") + "\n"
-}
-
-// Allreduces in many chunks end at all ranks, whether their steps may wait or not, with float32 and float16.
-func TestManyChunks(t *testing.T) {
-	for _, hosts := range []string{"aabb", "abbb", "aabcc"} {
-		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 40 << 10 })
-		for _, dt := range []tensor.DType{tensor.Float32, tensor.Float16} {
-			c.must(t, func(_ int, b *opstest.Blocking) error {
-				for range 3 {
-					if err := b.Allreduce(t.Context(), message.TwoLevel, dt, tensor.Sum,
-						make([]byte, 400<<10)); err != nil {
-						return err
-					}
-				}
-				return nil
-			})
-		}
-	}
 }
 
 // busy is a level whose operations end only when the context of a step has ended. If failure is set, the

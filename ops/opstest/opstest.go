@@ -109,10 +109,10 @@ func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byt
 }
 
 // Each calls f for the backends of all ranks at the same time and returns their errors. If the calls take
-// longer than a minute, Each calls abort, which must make them fail, so that the test fails instead of
+// longer than five minutes, Each calls abort, which must make them fail, so that the test fails instead of
 // hanging.
 func Each(backends []*Blocking, abort func(error), f func(i int, b *Blocking) error) []error {
-	hung := time.AfterFunc(time.Minute, func() { abort(errors.New("the cluster hangs")) })
+	hung := time.AfterFunc(5*time.Minute, func() { abort(errors.New("the cluster hangs")) })
 	defer hung.Stop()
 	errs := make([]error, len(backends))
 	var wg sync.WaitGroup

@@ -1,6 +1,7 @@
 package shm_test
 
 import (
+	"context"
 	"fmt"
 	"runtime"
 	"testing"
@@ -50,5 +51,23 @@ func BenchmarkAllreduce(b *testing.B) {
 				})
 			}
 		}
+	}
+}
+
+func BenchmarkAdasum(b *testing.B) {
+	for _, size := range []int{4 << 10, 1 << 20, 16 << 20} {
+		b.Run(fmt.Sprint(size), func(b *testing.B) {
+			b.SetBytes(int64(size))
+			run(b, 2, shm.Config{SmallBytes: 64 << 10}, func(r *rank) error {
+				buf := aligned(size)
+				for range b.N {
+					if err := r.Adasum(context.Background(), message.Direct, tensor.Float32, buf,
+						[]int64{int64(size)}); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		})
 	}
 }

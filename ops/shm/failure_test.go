@@ -171,6 +171,13 @@ func TestPeersTables(t *testing.T) {
 	}
 }
 
+func sum(counts []int64) (total int64) {
+	for _, c := range counts {
+		total += c
+	}
+	return total
+}
+
 // An alltoall fails if the table of a peer does not have exactly one extent, or if the counts in the table
 // are invalid. The alltoall then does not call Allocate.
 func TestPeersCounts(t *testing.T) {

@@ -53,3 +53,39 @@ func TestForgetsTensors(t *testing.T) {
 		}
 	}
 }
+
+// Once the first operations have run, an allreduce and an Adasum allocate nothing.
+func TestAllreduceAllocatesNothing(t *testing.T) {
+	run(t, 2, shm.Config{}, func(r *rank) error {
+		small, large := aligned(64), aligned(1<<20)
+		tensors := []ops.Tensor{{In: small, Out: small}, {In: large, Out: large}}
+		counts := []int64{1 << 19, 0, 1 << 19}
+		op := func() {
+			for range 2 { // both ranks must run the same number of operations
+				if err := r.Adasum(t.Context(), message.Direct, tensor.Float32, large, counts); err != nil {
+					t.Error(err)
+				}
+				for _, buf := range [][]byte{small, large} {
+					if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum,
+						buf); err != nil {
+						t.Error(err)
+					}
+				}
+				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one,
+					tensors); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		if r.me == 1 {
+			for range 11 {
+				op()
+			}
+			return nil
+		}
+		if allocs := testing.AllocsPerRun(10, op); allocs > 0 {
+			return fmt.Errorf("%v allocations in 8 operations, want none", allocs)
+		}
+		return nil
+	})
+}

@@ -133,9 +133,10 @@ func aligned(n int) []byte {
 // rank is one rank of a test: its backend, its memory, its number and the number of ranks.
 type rank struct {
 	opstest.Blocking
-	mem *rankMemory
-	me  int
-	n   int
+	mem  *rankMemory
+	me   int
+	n    int
+	room []byte // of an arena, for place
 }
 
 // run calls f for n ranks at the same time. If any rank returns an error, run fails the test with the errors
@@ -165,7 +166,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 			own.Oversubscribed = own.Oversubscribed || ops.Oversubscribed(n, runtime.NumCPU())
 			own.Find = mem.find
 			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i,
-				n}); err != nil {
+				n, nil}); err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
 			}
 		})
@@ -182,3 +183,5 @@ func (r *rank) chunkOf(b []byte) uint32 {
 	ref, _ := r.mem.find(b)
 	return ref.Chunk
 }
+
+var one = ops.Scaling{Pre: 1, Post: 1}

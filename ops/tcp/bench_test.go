@@ -58,7 +58,7 @@ func BenchmarkAlltoall(b *testing.B) {
 // BenchmarkTypes compares the time of an allreduce for each floating-point type and algorithm. For
 // half-precision types, the algorithm message.Direct also converts the elements to float32 and back.
 func BenchmarkTypes(b *testing.B) {
-	for _, dt := range floatTypes {
+	for dt := tensor.Float16; dt <= tensor.Float64; dt++ {
 		for _, alg := range tcp.Algorithms(message.Allreduce) {
 			b.Run(fmt.Sprintf("%v/%v", dt, alg), func(b *testing.B) {
 				benchmarkAllreduce(b, newCluster(tcpMeshes(b, 2), upTo(2), tcp.Config{}), alg, dt, 16<<20)

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"runtime"
 	"testing"
 
@@ -97,27 +96,6 @@ func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) 
 	tb.Helper()
 	if err := errors.Join(c.each(f)...); err != nil {
 		tb.Fatal(err)
-	}
-}
-
-// eachCluster runs a test on clusters of 1 to 9 ranks with segments of 64 bytes, in which some ranks run
-// their operations step by step, and the other ranks block. It also runs the test with segments of one
-// element and of the default size, on some of these numbers of ranks.
-func eachCluster(t *testing.T, f func(t *testing.T, c *cluster)) {
-	for _, of := range []struct {
-		segmentBytes int
-		ranks        []int
-	}{{1, []int{2, 5}}, {64, []int{1, 2, 3, 4, 5, 6, 7, 8, 9}}, {0, []int{3, 8}}} {
-		for _, n := range of.ranks {
-			t.Run(fmt.Sprintf("ranks=%d/segment=%d", n, of.segmentBytes), func(t *testing.T) {
-				c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: of.segmentBytes})
-				defer c.close()
-				for r, b := range c.backends {
-					b.Steps = of.segmentBytes == 64 && r%3 > 0
-				}
-				f(t, c)
-			})
-		}
 	}
 }
 

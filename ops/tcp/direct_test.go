@@ -2,13 +2,9 @@ package tcp_test
 
 import (
 	"context"
-	"fmt"
-	"math"
-	"math/rand/v2"
 	"sync"
 	"testing"
 
-	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -17,112 +13,6 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
-
-// uneven returns the ranks' contributions to a tensor. The numbers have very different magnitudes, so their
-// sums and products depend on the order.
-func uneven(dt tensor.DType, n, numElems int) [][]byte {
-	all := make([][]byte, n)
-	rng := rand.New(rand.NewPCG(1, 2))
-	for r := range all {
-		all[r] = floats(dt, numElems, func(int) float64 {
-			return rng.NormFloat64() * math.Exp2(float64(rng.IntN(8)))
-		})
-	}
-	return all
-}
-
-// inOrder returns the reduction of the contributions, combined in the order in which they are given. It
-// computes with numbers of type acc and rounds to dt once, at the end.
-func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
-	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
-		sum := float(dt, in[0], i)
-		for _, p := range in[1:] {
-			x := float(dt, p, i)
-			if op == tensor.Sum {
-				sum += x
-			} else {
-				sum *= x
-			}
-			sum = float(acc, floats(acc, 1, func(int) float64 { return sum }), 0)
-		}
-		return sum
-	})
-}
-
-// float returns element i of p as a float64.
-func float(dt tensor.DType, p []byte, i int) float64 {
-	switch dt {
-	case tensor.Float16:
-		return float64(tensor.View[half.Float16](p)[i].Float32())
-	case tensor.BFloat16:
-		return float64(tensor.View[half.BFloat16](p)[i].Float32())
-	case tensor.Float32:
-		return float64(tensor.View[float32](p)[i])
-	case tensor.Float64:
-		return tensor.View[float64](p)[i]
-	}
-	panic(fmt.Sprintf("no floats of %v", dt))
-}
-
-var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
-
-// The result of Direct depends only on the contributions. The test embeds the same tensor at different
-// positions in buffers of different lengths, which are cut into different segments. Each time, the result
-// must have the bits that a single rank with all contributions would compute.
-func TestDirectOrder(t *testing.T) {
-	const numElems = 50
-	for _, n := range []int{2, 3, 5} {
-		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
-		for _, red := range everyReduction {
-			op, dt := red.op, red.dt
-			if !dt.IsFloat() || op == tensor.Min || op == tensor.Max {
-				continue
-			}
-			acc := dt
-			if dt.IsHalf() {
-				acc = tensor.Float32
-			}
-			in := uneven(dt, n, numElems)
-			want := inOrder(op, dt, acc, in)
-			for _, place := range []struct{ before, after int }{{0, 0}, {0, 1}, {3, 0}, {17, 40}, {500, 37},
-				{1, 4000}} {
-				checkDirectOrder(t, c, op, dt, in, want, place.before*dt.Size(), place.after*dt.Size())
-			}
-		}
-		c.close()
-	}
-}
-
-// checkDirectOrder embeds each contribution in a larger buffer and reduces these buffers. The parameters
-// before and after are the numbers of bytes that the buffer has before and after the contribution. In the
-// result, the reduction of the contributions must equal want.
-func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte,
-	before, after int) {
-	t.Helper()
-	bufs := make([][]byte, len(in))
-	counts := make([]int64, len(in))
-	counts[len(in)/2] = int64(before + len(want) + after)
-	embed := func() {
-		for r := range bufs {
-			bufs[r] = aligned(make([]byte, before+len(want)+after))
-			copy(bufs[r][before:], in[r])
-		}
-	}
-	embed()
-	c.must(t, func(r int, b *opstest.Blocking) error {
-		return b.Allreduce(t.Context(), message.Direct, dt, op, bufs[r])
-	})
-	for r := range bufs {
-		what := fmt.Sprintf("allreduce %v of %v between %d and %d bytes: rank %d", op, dt, before, after, r)
-		wantElements(t, what, dt, bufs[r][before:][:len(want)], want)
-	}
-	embed()
-	c.must(t, func(r int, b *opstest.Blocking) error {
-		return b.Reducescatter(t.Context(), message.Direct, dt, op, bufs[r], counts)
-	})
-	what := fmt.Sprintf("reducescatter %v of %v between %d and %d bytes", op, dt, before, after)
-	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
-}
 
 // stalledMesh is the mesh of a rank that receives only the first most bytes of the given peer until resumed
 // is closed.

@@ -1,7 +1,6 @@
 package tcp_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -24,128 +23,6 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
-
-func checkAllgather(t *testing.T, c *cluster, of func(r int) int64) {
-	t.Helper()
-	var counts []int64
-	var want []byte
-	for r := range c.backends {
-		counts = append(counts, of(r))
-		for i := range of(r) {
-			want = append(want, byte(17*r+int(i)%251))
-		}
-	}
-	for _, alg := range tcp.Algorithms(message.Allgather) {
-		got := make([][]byte, len(c.backends))
-		c.must(t, func(r int, b *opstest.Blocking) error {
-			got[r] = bytes.Repeat([]byte{0xee}, len(want))
-			from := int64(0)
-			for _, k := range counts[:r] {
-				from += k
-			}
-			copy(got[r][from:from+counts[r]], want[from:])
-			return b.Allgather(t.Context(), alg, got[r], counts)
-		})
-		for r := range got {
-			if !bytes.Equal(got[r], want) {
-				t.Errorf("%v, counts %v: rank %d has bytes that differ from the input", alg, counts, r)
-			}
-		}
-	}
-}
-
-func checkBroadcast(t *testing.T, c *cluster, root, size int) {
-	t.Helper()
-	want := make([]byte, size)
-	for i := range want {
-		want[i] = byte(i*31 + i>>8 + root)
-	}
-	for _, alg := range tcp.Algorithms(message.Broadcast) {
-		got := make([][]byte, len(c.backends))
-		c.must(t, func(r int, b *opstest.Blocking) error {
-			got[r] = make([]byte, size)
-			if r == root {
-				copy(got[r], want)
-			}
-			return b.Broadcast(t.Context(), alg, root, got[r])
-		})
-		for r := range got {
-			if !bytes.Equal(got[r], want) {
-				t.Errorf("%v from root %d, %d bytes: rank %d has other bytes", alg, root, size, r)
-			}
-		}
-	}
-}
-
-// Blocks have any lengths, and some are empty. Bruck passes blocks of up to 2048 bytes through other ranks,
-// and larger ones not.
-func TestAlltoallBlocks(t *testing.T) {
-	const n = 5
-	c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
-	defer c.close()
-	for _, of := range []func(from, to int) int64{
-		func(from, to int) int64 { return int64((from + to) % 2 * 333) },
-		func(from, to int) int64 { return int64(from / (n - 1) * 7) }, // only the last rank sends
-		func(from, to int) int64 { return int64(to / (n - 1) * 7) },   // only the last rank receives bytes
-		func(from, to int) int64 { return int64(2048 - from) },
-		func(from, to int) int64 { return int64(2048 + from*to%2) },
-		func(from, to int) int64 { return int64(5000*from + to) },
-	} {
-		checkAlltoall(t, c, of)
-	}
-}
-
-// checkAlltoall runs an alltoall with each algorithm and checks its result. The function of returns how many
-// bytes one rank sends to another.
-func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
-	t.Helper()
-	for _, alg := range tcp.Algorithms(message.Alltoall) {
-		checkAlltoallBy(t, c, alg, of)
-	}
-}
-
-func checkAlltoallBy(t *testing.T, c *cluster, alg message.Algorithm, of func(from, to int) int64) {
-	t.Helper()
-	n := len(c.backends)
-	blocks := func(count func(i int) int64, first func(i int) int) (buf []byte, counts []int64) {
-		for i := range n {
-			counts = append(counts, count(i))
-			var period [251]byte
-			for k := range period {
-				period[k] = byte(first(i) + k)
-			}
-			repeated := bytes.Repeat(period[:], int(counts[i])/len(period)+1)
-			buf = append(buf, repeated[:counts[i]]...)
-		}
-		return buf, counts
-	}
-	got, gotCounts, calls := make([][]byte, n), make([][]int64, n), make([]int, n)
-	c.must(t, func(r int, b *opstest.Blocking) error {
-		in, counts := blocks(func(to int) int64 { return of(r, to) }, func(to int) int { return 31*r + 7*to })
-		return b.Alltoall(t.Context(), alg, in, counts, func(counts []int64) ([]byte, error) {
-			calls[r]++
-			gotCounts[r] = slices.Clone(counts)
-			total := int64(0)
-			for _, k := range counts {
-				total += k
-			}
-			got[r] = bytes.Repeat([]byte{0xee}, int(total))
-			return got[r], nil
-		})
-	})
-	for r := range n {
-		want, counts := blocks(func(from int) int64 { return of(from, r) }, func(from int) int {
-			return 31*from + 7*r
-		})
-		if calls[r] != 1 || !slices.Equal(gotCounts[r], counts) {
-			t.Errorf("%v: rank %d: allocate was called %d times, the last time with %v, want once with %v", alg,
-				r, calls[r], gotCounts[r], counts)
-		}
-		if !bytes.Equal(got[r], want) {
-			t.Errorf("%v, counts %v: rank %d has bytes that differ from the input", alg, counts, r)
-		}
-	}
-}
 
 // If allocate of one rank fails or returns a buffer of the wrong length, the alltoall and all later
 // operations of this rank fail.
@@ -277,7 +154,11 @@ func TestMessagesOfAlltoall(t *testing.T) {
 			meshes[r] = &counting{Mesh: meshes[r]}
 		}
 		c := newCluster(meshes, upTo(n), tcp.Config{})
-		checkAlltoallBy(t, c, alg, func(from, to int) int64 { return int64(16 + from%2) })
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			size := 16 + r%2
+			return b.Alltoall(t.Context(), alg, make([]byte, n*size), slices.Repeat([]int64{int64(size)}, n),
+				func([]int64) ([]byte, error) { return make([]byte, n*16+n/2), nil })
+		})
 		for r, m := range meshes {
 			if got := m.(*counting).sent.Load(); got != want {
 				t.Errorf("%v: rank %d sent %d messages, want %d", alg, r, got, want)

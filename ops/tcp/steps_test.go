@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -60,36 +59,15 @@ func TestStepsOnThreads(t *testing.T) {
 	}
 }
 
-// Operations that run step by step over sockets compute the correct result, in plain text and with TLS. The
-// sockets accept fewer bytes at once than the ranks send. Some ranks use steps that wait, and the other ranks
-// use steps that do not wait.
-func TestSteps(t *testing.T) {
-	key, _ := secret.New()
-	for name, key := range map[string]secret.Secret{"plain": {}, "TLS": key.Encrypted()} {
-		t.Run(name, func(t *testing.T) {
-			for _, n := range []int{2, 3} {
-				c := newCluster(socketMeshes(t, n, key), upTo(n), tcp.Config{})
-				for waiting := range n {
-					for r, b := range c.backends {
-						b.Steps = waiting == 0 || r != waiting
-					}
-					checkAll(t, c, fewReductions, 1000)
-					checkBigSum(t, c, 1<<19)
-					checkAlltoall(t, c, func(from, to int) int64 { return int64(from * (to + 1) << 20) })
-				}
-				c.close()
-			}
-		})
-	}
-}
-
 // A step that may not wait ends when it has received 2 MiB, even if more data has arrived. So a large
 // operation does not keep its caller from other work.
 func TestStepsOfRings(t *testing.T) {
 	const n, numBytes = 2, 16 << 20
 	c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 256 << 10})
 	defer c.close()
-	checkBigSum(t, c, 1) // the first operation makes the channels
+	c.must(t, func(_ int, b *opstest.Blocking) error { // the first operation makes the channels
+		return b.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, make([]byte, 4))
+	})
 	for kind, want := range map[message.Kind]int{
 		message.Allreduce: numBytes/(2<<20) - 1, message.Allgather: numBytes/n/(2<<20) - 1,
 	} {
@@ -232,6 +210,7 @@ func (s *slowPeer) TrySend(p []byte) (int, error) {
 }
 
 func (s *slowPeer) Sent() uint64 { return s.sent }
+
 func (s *slowPeer) Flush() error { return nil }
 
 // A step that may wait polls before it blocks.

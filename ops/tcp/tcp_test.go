@@ -1,10 +1,8 @@
 package tcp_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"testing"
 	"time"
 
@@ -29,81 +27,6 @@ func TestUnusedBackendIsSmall(t *testing.T) {
 	})
 }
 
-// checkAll checks all collectives, with about numElems elements per rank.
-func checkAll(t *testing.T, c *cluster, reductions []reduction, numElems int) {
-	t.Helper()
-	checkAllreduce(t, c, reductions, numElems)
-	checkReducescatter(t, c, reductions, numElems)
-	checkBroadcast(t, c, numElems%len(c.backends), numElems)
-	checkAllgather(t, c, func(r int) int64 { return int64(numElems * r % 1021) })
-	checkAlltoall(t, c, func(from, to int) int64 { return int64(numElems * (from + 2*to) % 1021) })
-	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
-}
-
-// All collectives work for each number of ranks, with each length of segments, and with tensors that end
-// before, at and after the end of a segment.
-func TestCollectives(t *testing.T) {
-	eachCluster(t, func(t *testing.T, c *cluster) {
-		for _, numElems := range []int{0, 1, 7, 16, 1000} {
-			checkAll(t, c, fewReductions, numElems)
-		}
-	})
-}
-
-// All collectives work on ranks 5, 1 and 4, in this order. The segment size, 61 bytes, is a multiple of no
-// element size except 1.
-func TestProcessSet(t *testing.T) {
-	c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
-	checkAll(t, c, everyReduction, 1000)
-}
-
-// All collectives work over real sockets. The sockets accept fewer bytes at once than the ranks send, so the
-// channels queue bytes.
-func TestSockets(t *testing.T) {
-	for _, n := range []int{2, 3} {
-		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
-			c := newCluster(tcpMeshes(t, n), upTo(n), tcp.Config{SegmentBytes: 4 << 10})
-			checkAll(t, c, fewReductions, 1000)
-			checkAdasum(t, c, []int{65537, 0, 3})
-			checkBigSum(t, c, 4<<20)
-			checkAllgather(t, c, func(r int) int64 { return int64(r * 4 << 20) })
-			checkAlltoall(t, c, func(from, to int) int64 { return int64(from * (to + 1) * 2 << 20) })
-		})
-	}
-}
-
-// checkBigSum is like checkAllreduce, but checks only float32 sums. It is for tensors for which
-// checkAllreduce would take too long.
-func checkBigSum(t *testing.T, c *cluster, numElems int) {
-	t.Helper()
-	n := len(c.backends)
-	given, bufs := make([][]byte, n), make([][]byte, n)
-	for r := range n {
-		given[r] = repeated(numElems, func(i int) int64 { return value(tensor.Float32, r, i) })
-		bufs[r] = make([]byte, len(given[r]))
-	}
-	want := repeated(numElems, func(i int) int64 { return fold(tensor.Sum, tensor.Float32, n, i) })
-	for _, alg := range tcp.Algorithms(message.Allreduce) {
-		c.must(t, func(r int, b *opstest.Blocking) error {
-			copy(bufs[r], given[r])
-			err := b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, bufs[r])
-			if err == nil && !bytes.Equal(bufs[r], want) {
-				err = fmt.Errorf("rank %d: the sum by %v is wrong", r, alg)
-			}
-			return err
-		})
-	}
-}
-
-// repeated returns the bytes of numElems elements of type float32 with the values v(i), if v has the period
-// 4, like value and fold. It copies most elements, because with the race detector millions of calls of v take
-// seconds.
-func repeated(numElems int, v func(i int) int64) []byte {
-	const period = 4
-	first := elements(tensor.Float32, min(numElems, period), v)
-	return bytes.Repeat(first, numElems/period+1)[:numElems*tensor.Float32.Size()]
-}
-
 // An operation uses its own segment size, and the next operation without one uses the default again.
 func TestSegmentOfOperation(t *testing.T) {
 	c := newCluster(strictMeshes(t, 2), upTo(2), tcp.Config{SegmentBytes: 256})
@@ -120,25 +43,6 @@ func TestSegmentOfOperation(t *testing.T) {
 			t.Errorf("segment size %d: the longest segment so far has %d bytes, want %d", step.segment, got,
 				step.longest)
 		}
-	}
-}
-
-// TestBufferOwnership uses channels that release buffers late. No operation may change a buffer that a
-// channel still holds, or end while a channel holds one.
-func TestBufferOwnership(t *testing.T) {
-	for _, n := range []int{2, 3, 5} {
-		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
-			c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{SegmentBytes: 64})
-			for _, numElems := range []int{1, 64, 1000} {
-				checkAll(t, c, fewReductions, numElems)
-				checkReleased(t, c)
-			}
-			bufs := make([][64]byte, n)
-			c.must(t, func(r int, b *opstest.Blocking) error {
-				return b.Broadcast(t.Context(), message.Tree, 0, bufs[r][:])
-			})
-			checkReleased(t, c)
-		})
 	}
 }
 
