@@ -18,8 +18,6 @@ import (
 	empi "github.com/emer/empi/mpi"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -28,8 +26,6 @@ import (
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 )
-
-// These tests run in every process of an MPI job, in the same order (TestWithMPI).
 
 // job is the world of the tests.
 var job *world
@@ -122,32 +118,6 @@ func everyone() (all []topo.Rank) {
 	return all
 }
 
-// value returns element i of rank r. As unsigned integers, the negative values are large.
-func value(r, i int) float64 { return float64((i+3*r)%5-1) * 60 }
-
-// encode returns elements of type dt.
-func encode(dt tensor.DType, values []float64) []byte {
-	wide := tensor.Bytes(values)
-	if dt == tensor.Float64 {
-		return bytes.Clone(wide)
-	}
-	out := make([]byte, len(values)*dt.Size())
-	for i, x := range values {
-		at := out[i*dt.Size():]
-		switch dt {
-		case tensor.Float32:
-			copy(at, tensor.Bytes([]float32{float32(x)}))
-		case tensor.Float16:
-			copy(at, tensor.Bytes([]half.Float16{half.Float16FromFloat32(float32(x))}))
-		case tensor.BFloat16:
-			copy(at, tensor.Bytes([]half.BFloat16{half.BFloat16FromFloat32(float32(x))}))
-		default:
-			copy(at[:dt.Size()], tensor.Bytes([]int64{int64(x)}))
-		}
-	}
-	return out
-}
-
 // cases calls f with process sets of all ranks and of every second rank, with small and large calls, and with
 // steps that wait or do not wait.
 func cases(t *testing.T, f func(t *testing.T, b *opstest.Blocking, n, me int)) {
@@ -168,101 +138,21 @@ func cases(t *testing.T, f func(t *testing.T, b *opstest.Blocking, n, me int)) {
 	}
 }
 
-// reduce returns the result of a reduction of count elements on n ranks, computed by the kernels.
-func reduce(t *testing.T, dt tensor.DType, op tensor.ReduceOp, n, count int) []byte {
-	wide := dt
-	if dt.IsHalf() {
-		wide = tensor.Float32
-	}
-	into, err := kernel.Reduce(op, wide)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var acc []byte
-	for r := range n {
-		in := encode(wide, values(r, count))
-		if acc == nil {
-			acc = in
-		} else {
-			into(acc, in)
-		}
-	}
-	if wide == dt {
-		return acc
-	}
-	narrow, err := kernel.Convert(dt, wide)
-	if err != nil {
-		t.Fatal(err)
-	}
-	out := make([]byte, count*dt.Size())
-	narrow(out, acc)
-	return out
-}
-
-func values(r, count int) []float64 {
-	out := make([]float64, count)
-	for i := range out {
-		out[i] = value(r, i)
-	}
-	return out
-}
-
 var ctx = context.Background()
 
-// Allreduce and reducescatter give the result of the kernels for every type and reduction. The values are
-// small, so sums do not depend on the order.
-func TestReductions(t *testing.T) {
+// Random operations have the results of a sequential reference.
+func TestAtRandom(t *testing.T) {
 	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
-		for _, dt := range tensor.DTypes() {
-			for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product} {
-				if tensor.CheckReduce(op, dt) != nil {
-					continue
-				}
-				for _, count := range []int{0, 1, 7, 100, 5000} {
-					checkReductions(t, b, n, me, dt, op, count)
-				}
-			}
+		x := opstest.Random{
+			Seed: 1, Rounds: 200, // each process has the same seed
+			Kinds: []message.Kind{message.Allreduce, message.Reduce, message.Reducescatter, message.Allgather,
+				message.Broadcast, message.Alltoall, message.Gather, message.Scatter},
+			Reductions: opstest.Reductions(), WideHalves: true, Sizes: []int{1, 7, 100, 1000},
 		}
-	})
-}
-
-func checkReductions(t *testing.T, b *opstest.Blocking, n, me int, dt tensor.DType, op tensor.ReduceOp,
-	count int) {
-	t.Helper()
-	want := reduce(t, dt, op, n, count)
-	buf := encode(dt, values(me, count))
-	if dt == tensor.Bool {
-		return // encode makes bytes that are no bools; TestBools tests them
-	}
-	if err := b.Allreduce(ctx, message.NoAlgorithm, dt, op, buf); err != nil {
-		t.Fatal(err)
-	}
-	if !bytes.Equal(buf, want) {
-		t.Fatalf("allreduce %v %v of %d elements: got %x, want %x", op, dt, count, buf, want)
-	}
-	for root := range n {
-		buf = encode(dt, values(me, count))
-		one := ops.Tensor{In: buf, Out: buf}
-		if err := b.Reduce(ctx, message.NoAlgorithm, dt, op, root, one); err != nil {
+		if err := x.Run(ctx, b, me, n); err != nil {
 			t.Fatal(err)
 		}
-		if me == root && !bytes.Equal(buf, want) {
-			t.Fatalf("reduce %v %v of %d elements: got %x, want %x", op, dt, count, buf, want)
-		}
-	}
-	counts := make([]int64, n)
-	for i := range counts {
-		counts[i] = int64(dt.Size() * ((i+1)*count/n - i*count/n))
-	}
-	buf = encode(dt, values(me, count))
-	if err := b.Reducescatter(ctx, message.NoAlgorithm, dt, op, buf, counts); err != nil {
-		t.Fatal(err)
-	}
-	from, to := dt.Size()*(me*count/n), dt.Size()*((me+1)*count/n)
-	if !bytes.Equal(buf[from:to], want[from:to]) {
-		t.Fatalf("reducescatter %v %v of %d elements: got %x, want %x", op, dt, count, buf[from:to],
-			want[from:to])
-	}
+	})
 }
 
 // An allreduce with the arguments of the one before it starts a persistent request. When no more of these may
@@ -307,7 +197,12 @@ func TestRepeatedAllreduce(t *testing.T) {
 		if err := b.Reduce(ctx, message.NoAlgorithm, tensor.Int64, tensor.Max, 0, other); err != nil {
 			t.Fatal(err)
 		}
-		buf, want := encode(s.dt, values(me, s.count)), reduce(t, s.dt, s.op, n, s.count)
+		result := n
+		if s.op == tensor.Sum {
+			result = n * (n + 1) / 2
+		}
+		buf := opstest.Encode(s.dt, slices.Repeat([]float64{float64(me + 1)}, s.count))
+		want := opstest.Encode(s.dt, slices.Repeat([]float64{float64(result)}, s.count))
 		if err := b.Allreduce(ctx, message.NoAlgorithm, s.dt, s.op, buf); err != nil {
 			t.Fatal(err)
 		}
@@ -322,23 +217,6 @@ func TestRepeatedAllreduce(t *testing.T) {
 	if c.left != 0 {
 		t.Errorf("%d more persistent requests may be made, want 0", c.left)
 	}
-}
-
-// The minimum of bools is their conjunction, and the maximum their disjunction.
-func TestBools(t *testing.T) {
-	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
-		for _, op := range []tensor.ReduceOp{tensor.Min, tensor.Max} {
-			mine := []bool{true, false, me == 0}
-			buf := bytes.Clone(tensor.Bytes(mine))
-			if err := b.Allreduce(ctx, message.NoAlgorithm, tensor.Bool, op, buf); err != nil {
-				t.Fatal(err)
-			}
-			want := tensor.Bytes([]bool{true, false, op == tensor.Max || n == 1})
-			if !bytes.Equal(buf, want) {
-				t.Errorf("%v: got %v, want %v", op, buf, want)
-			}
-		}
-	})
 }
 
 // A NaN of any rank is in the minimum and the maximum, and -0 is less than +0.
@@ -370,88 +248,6 @@ func TestExtremesOfFloats(t *testing.T) {
 			}
 		}
 	})
-}
-
-// Allgather, broadcast and alltoall move blocks of different sizes.
-func TestMoves(t *testing.T) {
-	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
-		for _, unit := range []int{0, 1, 33} {
-			checkAllgather(t, b, n, me, unit)
-			checkBroadcast(t, b, n, me, unit)
-			checkAlltoall(t, b, n, me, unit)
-		}
-	})
-}
-
-// block returns count bytes from rank r to rank to.
-func block(r, to, count int) []byte {
-	out := make([]byte, count)
-	for i := range out {
-		out[i] = byte(1 + r + 7*to + i)
-	}
-	return out
-}
-
-func checkAllgather(t *testing.T, b *opstest.Blocking, n, me, unit int) {
-	t.Helper()
-	var want, buf []byte
-	var counts []int64
-	for r := range n {
-		own := block(r, 0, r*unit)
-		want = append(want, own...)
-		if r != me {
-			clear(own)
-		}
-		buf = append(buf, own...)
-		counts = append(counts, int64(len(own)))
-	}
-	if err := b.Allgather(ctx, message.NoAlgorithm, buf, counts); err != nil {
-		t.Fatal(err)
-	}
-	if !bytes.Equal(buf, want) {
-		t.Errorf("allgather: got %v, want %v", buf, want)
-	}
-}
-
-func checkBroadcast(t *testing.T, b *opstest.Blocking, n, me, unit int) {
-	t.Helper()
-	for root := range n {
-		buf := block(me, 0, unit)
-		if err := b.Broadcast(ctx, message.NoAlgorithm, root, buf); err != nil {
-			t.Fatal(err)
-		}
-		if want := block(root, 0, unit); !bytes.Equal(buf, want) {
-			t.Errorf("broadcast from %d: got %v, want %v", root, buf, want)
-		}
-	}
-}
-
-func checkAlltoall(t *testing.T, b *opstest.Blocking, n, me, unit int) {
-	t.Helper()
-	var in, want, out []byte
-	var counts []int64
-	for r := range n {
-		in = append(in, block(me, r, (me+2*r)*unit%50)...)
-		counts = append(counts, int64((me+2*r)*unit%50))
-		want = append(want, block(r, me, (r+2*me)*unit%50)...)
-	}
-	err := b.Alltoall(ctx, message.NoAlgorithm, in, counts, func(counts []int64) ([]byte, error) {
-		var sum int64
-		for r, c := range counts {
-			if int(c) != (r+2*me)*unit%50 {
-				t.Errorf("got %d bytes from rank %d", c, r)
-			}
-			sum += c
-		}
-		out = make([]byte, sum)
-		return out, nil
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !bytes.Equal(out, want) {
-		t.Errorf("alltoall: got %v, want %v", out, want)
-	}
 }
 
 // The collectives of the negotiation combine vectors, and pass frames of any length.
