@@ -14,8 +14,6 @@ import (
 	"strconv"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
@@ -109,8 +107,8 @@ func serveStore() error {
 	return errors.Join(err, server.Close())
 }
 
-// checked is the program of a rank that runs every operation with inputs whose results are known. It ends
-// when the number of seconds in secondsVariable has passed at rank 0.
+// checked is the program of a rank that runs operations with inputs whose results are known. It ends when the
+// number of seconds in secondsVariable has passed at rank 0.
 func checked(ctx context.Context) error {
 	if err := initialize(ctx); err != nil {
 		return err
@@ -155,8 +153,8 @@ func ran() (all []string) {
 // executed finds the backend and the kind of the operations in the metrics of a rank.
 var executed = regexp.MustCompile(`(?m)^hvd_collective_tensors_total\{backend="([^"]*)",op="([^"]*)"`)
 
-// checkRound runs every operation once and checks the results. At the same time it runs thirty allreduces,
-// and each rank submits these in an order of its own.
+// checkRound moves data of each kind between the ranks once and checks the results. At the same time it runs
+// thirty allreduces, and each rank submits these in an order of its own.
 func checkRound(ctx context.Context, round int) error {
 	me, n := hvd.Rank(), hvd.Size()
 	type pending struct {
@@ -179,8 +177,7 @@ func checkRound(ctx context.Context, round int) error {
 		sums = append(sums, pending{h, want})
 	}
 	for _, check := range []func(ctx context.Context, round, me, n int) error{
-		checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall,
-		checkBarrier, checkGroups, checkProcessSet, checkJoin, checkLarge,
+		checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall, checkProcessSet, checkLarge,
 	} {
 		if err := check(ctx, round, me, n); err != nil {
 			return err
@@ -256,37 +253,6 @@ func checkAlltoall(ctx context.Context, round, me, n int) error {
 	return check("rows of alltoall", received, from, nil)
 }
 
-// checkReductions checks allreduces with reductions other than Sum.
-func checkReductions(ctx context.Context, round, me, n int) error {
-	product := int64(1)
-	for r := range n {
-		product *= int64(1 + (r+round)%3)
-	}
-	// For average, minimum and maximum, rank r contributes 6*round + 2*r.
-	for _, c := range []struct {
-		op   hvd.ReduceOp
-		x    int64
-		want int64
-	}{
-		{hvd.Average, int64(6*round + 2*me), int64(6*round + n - 1)},
-		{hvd.Min, int64(6*round + 2*me), int64(6 * round)},
-		{hvd.Max, int64(6*round + 2*me), int64(6*round + 2*(n-1))},
-		{hvd.Product, int64(1 + (me+round)%3), product},
-	} {
-		got, err := hvd.Allreduce(ctx, slices.Repeat([]int64{c.x}, 1000), hvd.Op(c.op),
-			hvd.Name(fmt.Sprint("reduction ", c.op)))
-		if err := check(fmt.Sprint("allreduce ", c.op), got, slices.Repeat([]int64{c.want}, 1000),
-			err); err != nil {
-			return err
-		}
-	}
-	// Adasum of orthogonal vectors is their sum.
-	x, want := make([]float32, n), ramp(n, round+1)
-	x[me] = want[me]
-	got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.Name("adasum"))
-	return check("adasum", got, want, err)
-}
-
 // dealt returns the rows that member m of n gets from a reducescatter. If the number of rows is not a
 // multiple of n, each of the first members gets one row more.
 func dealt[T any](rows []T, m, n int) []T {
@@ -319,41 +285,6 @@ func checkReducescatter(ctx context.Context, round, me, n int) error {
 	return check("reducescatter", got, dealt(sumOfRamps(numElems, round, all(n)...), me, n), err)
 }
 
-func checkGroups(ctx context.Context, round, me, n int) error {
-	lengths := []int{3, 0, 4000 + round%5}
-	var xs [][]float32
-	for _, l := range lengths {
-		xs = append(xs, ramp(l, me+round))
-	}
-	sums, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Sum), hvd.Name("grouped allreduce"))
-	if err != nil {
-		return err
-	}
-	gathered, err := hvd.GroupedAllgather(ctx, xs, hvd.Name("grouped allgather"))
-	if err != nil {
-		return err
-	}
-	scattered, err := hvd.GroupedReducescatter(ctx, xs, hvd.Op(hvd.Sum), hvd.Name("grouped reducescatter"))
-	if err != nil {
-		return err
-	}
-	for i, l := range lengths {
-		want := sumOfRamps(l, round, all(n)...)
-		var together []float32
-		for r := range n {
-			together = append(together, ramp(l, r+round)...)
-		}
-		if err := errors.Join(
-			check("grouped allreduce", sums[i], want, nil), check("grouped allgather", gathered[i], together,
-				nil),
-			check("grouped reducescatter", scattered[i], dealt(want, me, n), nil),
-		); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // checkProcessSet checks operations on a process set with all ranks except one. If the job has two ranks, the
 // set has one rank.
 func checkProcessSet(ctx context.Context, round, me, n int) error {
@@ -375,23 +306,6 @@ func checkProcessSet(ctx context.Context, round, me, n int) error {
 		}
 	}
 	return hvd.RemoveProcessSet(ctx, set)
-}
-
-// checkJoin makes all ranks except one join. This one rank runs three allreduces by itself and then joins
-// too.
-func checkJoin(ctx context.Context, round, me, n int) error {
-	late := round % n
-	if me == late {
-		for i := range 3 {
-			x := ramp(100*i, round)
-			got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Sum), hvd.Name("alone"))
-			if err := check("allreduce of the last to join", got, x, err); err != nil {
-				return err
-			}
-		}
-	}
-	last, err := hvd.Join(ctx)
-	return check("join", []int{last}, []int{late}, err)
 }
 
 // checkLarge checks allreduces of 6 MiB, which two levels cut into several chunks. It runs in every third
@@ -422,34 +336,6 @@ func checkLarge(ctx context.Context, round, me, n int) error {
 		}
 	}
 	return nil
-}
-
-// checkBarrier makes one rank enter a barrier late and checks that no rank leaves the barrier before that.
-// Times of different ranks are comparable, because all hosts of a test have the same clock.
-func checkBarrier(ctx context.Context, round, me, n int) error {
-	if round%n == me {
-		<-time.After(2 * time.Millisecond)
-	}
-	entered := clock()
-	if err := hvd.Barrier(ctx, hvd.Name("barrier")); err != nil {
-		return err
-	}
-	left := clock()
-	last, err := hvd.Allreduce(ctx, []int64{entered}, hvd.Op(hvd.Max), hvd.Name("entered"))
-	if err == nil && left < last[0] {
-		err = fmt.Errorf("barrier: rank %d left %v before the last rank entered", me,
-			time.Duration(last[0]-left))
-	}
-	return err
-}
-
-// clock returns the monotonic time in nanoseconds, which is the same for all processes on this machine.
-func clock() int64 {
-	var t unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {
-		return 0 // unreachable, because every kernel has this clock
-	}
-	return t.Nano()
 }
 
 // as converts options to those of an operation. It panics if one does not apply.
