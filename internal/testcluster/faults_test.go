@@ -60,26 +60,6 @@ func TestBytesBetweenHosts(t *testing.T) {
 	}
 }
 
-// All operations give the right results over slow connections, with all transports and both kinds of
-// negotiation. With shared memory only the negotiation is slow.
-func TestEveryOperationOverSlowConnections(t *testing.T) {
-	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
-		for _, lockstep := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%v/lockstep=%v", over, lockstep), func(t *testing.T) {
-				net := faulty.New(1,
-					&faulty.Rule{Name: "distance", Delay: 100 * time.Microsecond, Jitter: time.Millisecond},
-					&faulty.Rule{Name: "link", BytesPerSecond: 1e6})
-				testcluster.Run(t, testcluster.Options{
-					Ranks: 3, Transport: over, Sets: [][]topo.Rank{{0, 2}},
-					Config: func(cfg *engine.Config) {
-						cfg.Lockstep, cfg.Mesh = lockstep, net.Wrap(cfg.Rank, cfg.Mesh)
-					},
-				}, everyOperation)
-			})
-		}
-	}
-}
-
 var seed = flag.Uint64("seed", 0, "run TestDataConnectionCut only with this seed")
 
 // wired is a job and its data connections on one lane.

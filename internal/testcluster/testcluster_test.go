@@ -103,60 +103,6 @@ func TestNewSetsOnTwoLevels(t *testing.T) {
 		})
 }
 
-func everyOperation(r *testcluster.Rank) {
-	me := int64(r.Rank)
-	const dt = tensor.Int64
-	for _, inPlace := range []bool{false, true} {
-		place := func(op *testcluster.Op) *testcluster.Op {
-			if inPlace {
-				op.InPlace(r)
-			}
-			return op
-		}
-		reduced := place(testcluster.Allreduce("a", dt, tensor.Shape{2}, tensor.Sum, i64(me, 10)))
-		gathered := place(testcluster.Allgather("g", dt, tensor.Shape{1}, i64(me)))
-		copied := place(testcluster.Broadcast("b", dt, nil, 1, i64(me)))
-		dealt := place(testcluster.Alltoall("t", dt, tensor.Shape{3}, nil, i64(10*me, 10*me+1, 10*me+2)))
-		scattered := place(testcluster.Reducescatter("s", dt, tensor.Shape{4}, tensor.Max,
-			i64(me, me+1, me+2, me+3)))
-		r.Do(reduced, gathered, copied, dealt, scattered)
-		want(r, reduced, 3, 30)
-		want(r, gathered, 0, 1, 2)
-		want(r, copied, 1)
-		want(r, dealt, me, 10+me, 20+me)
-		want(r, scattered, [][]int64{{2, 3}, {4}, {5}}[me]...)
-	}
-	group := []*testcluster.Op{
-		testcluster.Allreduce("g1", dt, nil, tensor.Sum, i64(1)),
-		testcluster.Allreduce("g2", dt, nil, tensor.Min, i64(me)),
-	}
-	testcluster.Group("g", group...)
-	r.Do(group...)
-	want(r, group[0], 3)
-	want(r, group[1], 0)
-	if slices.Contains(r.Members(1), r.Rank) {
-		op := testcluster.Over(1, testcluster.Allreduce("x", dt, nil, tensor.Sum, i64(me)))
-		r.Do(op)
-		want(r, op, 2)
-	} else if err := r.Try(testcluster.Over(1, testcluster.Barrier("x"))); err == nil {
-		r.Errorf("an operation on a set without this rank has no error")
-	}
-	added := testcluster.AddSet(1, 2)
-	r.Do(added)
-	if set := added.Response.Set; me > 0 {
-		r.Do(testcluster.Over(set, testcluster.Barrier("b")))
-	}
-	r.Do(testcluster.RemoveSet(added.Response.Set))
-	if r.Members(added.Response.Set) != nil {
-		r.Errorf("the set is removed and still known")
-	}
-	join := testcluster.Join("j")
-	r.Do(join)
-	if last := join.Last(); last < 0 || last > 2 {
-		r.Errorf("rank %d joined last", last)
-	}
-}
-
 // TestVirtualTime checks that the time of an operation is exact in a synctest bubble. With a latency of 1 ms,
 // a barrier must take 2 ms at rank 1. The request takes 1 ms to reach rank 0, and the grant takes 1 ms back.
 func TestVirtualTime(t *testing.T) {
