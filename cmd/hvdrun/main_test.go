@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -351,46 +350,6 @@ func TestSpares(t *testing.T) {
 			strings.Contains(stderr, warning) != c.warns {
 			t.Errorf("%q: got exit status %d, %q and %q, want %d processes, and a warning: %t", c.flags, status, stdout,
 				stderr, c.processes, c.warns)
-		}
-	}
-}
-
-// TestOutputIsUnchanged runs ranks that write all kinds of lines in small and in large parts. The output must
-// have the same bytes, except prefixes at the beginnings of lines, and the files must have the same bytes.
-func TestOutputIsUnchanged(t *testing.T) {
-	dir := t.TempDir()
-	// lines matches lines with their ends. \n after \r does not begin a line.
-	lines := regexp.MustCompile(`[^\r\n]*(\r\n|\r|\n)|[^\r\n]+$`)
-	for i, text := range []string{
-		"one\n\ntwo\r\n\r\nthree",
-		"\r  0%|          |\r 50%|█████     |\r100%|██████████|\ndone\n",
-		"10%\r20%\r\n",
-		strings.Repeat("0123456789", 30_000) + "\r\n" + strings.Repeat("█", 70_000) + "\n",
-		"\x00\x01\xff\xfe\n\x00\n\x1b[31mred\x1b[0m\x00",
-		"\r\r\n\n\r",
-		"",
-	} {
-		path := filepath.Join(dir, fmt.Sprint("in", i))
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		for _, part := range []string{"1", "7", "4096", "1000000"} {
-			if len(text) > 1000 && len(part) < 4 {
-				continue
-			}
-			command := []string{"dd", "status=none", "if=" + path, "bs=" + part}
-			logs := filepath.Join(dir, fmt.Sprint("logs", i, part))
-			got, stderr, status := output(t, append([]string{"-np", "1", "--output-filename", logs}, command...)...)
-			want := lines.ReplaceAllString(text, "[0]<stdout>:$0")
-			if status != 0 || stderr != "" || got != want {
-				t.Errorf("%.60q by %s bytes: got status %d, %.200q and %q, want %.200q", text, part, status, got, stderr, want)
-			}
-			if got, err := os.ReadFile(filepath.Join(logs, "rank.0", "stdout")); err != nil || string(got) != text {
-				t.Errorf("%.60q by %s bytes: got %.200q in the file and error %v", text, part, got, err)
-			}
-			if got, _, _ = output(t, append([]string{"-np", "1", "--tag-output=false"}, command...)...); got != text {
-				t.Errorf("%.60q by %s bytes: got %.200q without prefixes", text, part, got)
-			}
 		}
 	}
 }
