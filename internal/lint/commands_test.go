@@ -13,10 +13,7 @@ import (
 // target that a page makes is in the Makefile. go test succeeds if no test has the name, so a reader of a
 // wrong page would believe that the test has passed.
 func TestCommandsInPagesRun(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	makefile, err := os.ReadFile(filepath.Join(root, "Makefile"))
 	if err != nil {
 		t.Fatal(err)
@@ -93,10 +90,7 @@ func selects(t *testing.T, sources map[string]*source, folders []string, kind, p
 // Every declaration that the table "Where to start" of docs/design.md names exists: as `package.Name`, or as
 // `Name` in a file.
 func TestStartingPointsExist(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	text, err := os.ReadFile(filepath.Join(root, "docs/design.md"))
 	if err != nil {
 		t.Fatal(err)

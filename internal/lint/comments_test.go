@@ -59,11 +59,8 @@ func (f *goFile) rawStrings() map[int]bool {
 
 // readGoFiles returns all Go files that are not generated.
 func readGoFiles(t *testing.T) (all []*goFile) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+	root := moduleRoot(t)
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return err
 		}

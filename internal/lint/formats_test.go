@@ -84,10 +84,7 @@ type source struct {
 // The walkthroughs in docs/design.md, which follow a tensor and a death through the code, name files and
 // functions. Every function exists in the file that is named with it.
 func TestWalkthroughs(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	text, err := os.ReadFile(filepath.Join(root, "docs/design.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -258,10 +255,7 @@ var withoutRow = map[string]string{
 // docs/formats.md lists every format of bytes that come from another process or from a file, with its
 // version, its decoders and a fuzz test. The fuzz tests are required because no input may crash a rank.
 func TestFormats(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	formats, sources := readFormats(t, root), readSources(t, root)
 
 	listed := make(map[string]string) // the format of each file with a decoder

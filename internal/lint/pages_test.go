@@ -107,13 +107,19 @@ func anchor(title string) string {
 
 var pageLink = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 
-// Every link in a page leads to a file and a heading that exist. A link may break when a file or heading is
-// renamed.
-func TestLinksResolve(t *testing.T) {
+// moduleRoot returns the path of the module.
+func moduleRoot(t *testing.T) string {
 	root, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)
 	}
+	return root
+}
+
+// Every link in a page leads to a file and a heading that exist. A link may break when a file or heading is
+// renamed.
+func TestLinksResolve(t *testing.T) {
+	root := moduleRoot(t)
 	pages, links := readPages(t, root), 0
 	for file, p := range pages {
 		for _, line := range p.lines {
@@ -160,10 +166,7 @@ const maxColumns = 110
 // Prose in pages is at most maxColumns wide, because longer lines wrap in editors and reviews. Tables, code
 // and lines that end with a link may be wider.
 func TestPageWidth(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	for file, p := range readPages(t, root) {
 		for _, line := range p.lines {
 			text := strings.TrimRight(line.text, " ")
@@ -209,10 +212,7 @@ var otherFlags = []string{
 
 // Every setting and flag in a page exists. A wrong name would have no effect, or give an error.
 func TestSettingsAndFlagsExist(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	settings, flags := make(map[string]bool), definedFlags(t, root)
 	for _, s := range config.Settings() {
 		settings[s.Name] = true
@@ -337,10 +337,7 @@ var pagePath = regexp.MustCompile(
 
 // Every file and package that a page names in code exists. A name may become wrong when files are moved.
 func TestPathsExist(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	paths := 0
 	check := func(at, code string) {
 		for _, m := range pagePath.FindAllStringSubmatch(code, -1) {

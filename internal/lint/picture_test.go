@@ -13,10 +13,7 @@ import (
 
 // Every name in docs/architecture.svg exists in the code, because readers search the code for it.
 func TestPictureNamesExist(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	text, err := os.ReadFile(filepath.Join(root, "docs/architecture.svg"))
 	if err != nil {
 		t.Fatal(err)

@@ -20,10 +20,7 @@ var numbered = regexp.MustCompile(`(\d+) ([a-zA-Z0-9 -]+)`)
 // The numbers and limits in docs/negotiation.md are those in the code. Programs that take part in the
 // protocol can be written from this page, so a wrong number would make them run a wrong operation.
 func TestProtocolNumbers(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	names := map[string]func(int) string{
 		"kind":      func(i int) string { return message.Kind(i).String() },
 		"dtype":     func(i int) string { return tensor.DType(i).String() },
@@ -163,10 +160,7 @@ var retired = regexp.MustCompile(
 
 // No page uses a retired word, because a reader could not look it up.
 func TestRetiredWords(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	root := moduleRoot(t)
 	for file, p := range readPages(t, root) {
 		for _, line := range p.lines {
 			if word := retired.FindString(line.text); word != "" && !line.code {
