@@ -45,10 +45,7 @@ func child(what string, args []string) {
 
 func command(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	return exec.CommandContext(testnet.Context(t), self, append([]string{"child"}, args...)...)
 }
 

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"fmt"
 	"os"
 	"os/exec"
@@ -61,16 +60,12 @@ func TestSeveralHosts(t *testing.T) {
 // 0 prints. It fails the test if a rank fails.
 func runOn(t *testing.T, hosts []*testnet.Host, places []int, env, args []string) string {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	secret := filepath.Join(t.TempDir(), "secret")
 	if err := os.WriteFile(secret, []byte(strings.Repeat("5e", 32)), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx := testnet.Context(t)
 	var cmds []*exec.Cmd
 	outs, errs := make([]bytes.Buffer, len(places)), make([]bytes.Buffer, len(places))
 	for r, host := range places {

@@ -22,6 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // deadline is how long a job may take. On a busy machine it takes much longer than usual.
@@ -75,10 +76,7 @@ func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 func prepare(t *testing.T, np int, env []string,
 	args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	command := append([]string{self, "hvdbench"}, args...)
 	if np > 0 {
 		command = append([]string{hvdrunPath, "-np", fmt.Sprint(np), "--tag-output=false"}, command...)

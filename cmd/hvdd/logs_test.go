@@ -13,10 +13,7 @@ import (
 
 // TestLog checks that the log has the format that the settings choose, and that its logger is named hvdd.
 func TestLog(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	for want, env := range map[string][]string{
 		`{"level":"warn","logger":"hvdd","msg":"the connection of a client ended with an error","error":"`: {
 			"HOROVOD_LOG_HIDE_TIME=1"},

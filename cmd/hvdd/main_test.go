@@ -55,10 +55,7 @@ type process struct {
 // is killed at the end of the test.
 func start(t *testing.T, how string, files []*os.File, env []string, args ...string) *process {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	p := &process{Cmd: exec.CommandContext(t.Context(), self, args...), t: t, ended: make(chan struct{})}
 	p.Env = append(append(os.Environ(), asDaemon+"="+how), env...)
 	p.ExtraFiles, p.Cmd.Stderr = files, &p.stderr

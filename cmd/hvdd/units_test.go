@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestUnits checks the units in deploy/systemd with systemd-analyze. The service must pass what hvdd needs
@@ -20,10 +22,7 @@ func TestUnits(t *testing.T) {
 		}
 		t.Skip("systemd-analyze is not in PATH")
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	dir := t.TempDir()
 	args, texts := []string{"verify", "--man=no"}, make(map[string]string)
 	for _, name := range []string{"hvdd.service", "hvdd.socket"} {

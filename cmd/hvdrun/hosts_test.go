@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // fakeSSH creates a directory with a program named ssh. The program writes its arguments to a file, one per
@@ -36,10 +37,7 @@ exec sh -c "$*"
 // TestHostsBySSH checks that hvdrun starts its agent on each host by ssh, with the ssh arguments that the
 // flags select. The ranks must get the variables that hvdrun sends.
 func TestHostsBySSH(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	// This path must be quoted, because a shell would split it.
 	odd := filepath.Join(t.TempDir(), "it's hvdrun $HOME")
 	if err := os.Symlink(self, odd); err != nil {

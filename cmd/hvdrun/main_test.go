@@ -94,10 +94,7 @@ func accuse() error {
 // hvdrun returns a command that runs this test binary as hvdrun. The command is killed after deadline.
 func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	cmd := exec.CommandContext(ctx, self, append([]string{"hvdrun"}, args...)...)
 	cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"))
@@ -567,10 +564,7 @@ func TestCompletion(t *testing.T) {
 // TestVerdictInTheStore checks that the root cause is the rank that the verdict in the store names, even if
 // the rank that sent the verdict ends first.
 func TestVerdictInTheStore(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	_, stderr, status := output(t, "-np", "2", "sh", "-c",
 		`if [ $HOROVOD_RANK = 0 ]; then exec "`+self+
 			`" accuse; fi; trap 'kill -9 $$' TERM; while :; do sleep 0.01; done`)
@@ -631,10 +625,7 @@ func TestIgnoredSignalsStayIgnored(t *testing.T) {
 
 // TestJobInAJob runs hvdrun in a rank of another hvdrun. The inner hvdrun must run a job of its own.
 func TestJobInAJob(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	stdout, stderr, status := output(t, "-np", "1", self, "hvdrun", "-np", "2", "sh", "-c",
 		"echo $HOROVOD_SIZE $HOROVOD_RANK")
 	if status != 0 || !strings.Contains(stdout, "[0]<stdout>:[1]<stdout>:2 1\n") ||

@@ -121,10 +121,7 @@ var metricsLine = regexp.MustCompile(`^hvdrun: metrics at http://(.*)/metrics$`)
 // waits until the job serves metrics.
 func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	short := hvdrun(t, "-np", strconv.Itoa(len(kinds)), "--metrics-addr", ":0", self,
 		"-test.run=^TestMetricsRank$")
 	// The job has a context of its own, because a test with Prometheus may take longer than the time limit
@@ -317,10 +314,7 @@ func TestScrapesWhileTheJobEnds(t *testing.T) {
 // TestMetricsAddr checks that hvdrun fails with an error if the address for metrics is in use or malformed.
 // Without the flag it must print nothing about metrics.
 func TestMetricsAddr(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	defer l.Close()
 	for _, c := range []struct {
 		addr   string

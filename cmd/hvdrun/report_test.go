@@ -168,10 +168,7 @@ type watched struct {
 // watch starts an hvdrun whose ranks run pretend(do).
 func watch(t *testing.T, do string, args ...string) *watched {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	return watchCommand(t, append(args, self, "pretend", do)...)
 }
 

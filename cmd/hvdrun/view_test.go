@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestView starts hvdrun view and loads the page as a browser does. The browser is a program that copies the
@@ -129,10 +131,7 @@ func TestViewOfWhatIsNone(t *testing.T) {
 		t.Fatal(err)
 	}
 	put(filepath.Join(mixed, "u.json"), strings.Replace(string(text), `"epoch":1`, `"epoch":2`, 1))
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	defer l.Close()
 	page := filepath.Join(t.TempDir(), "out.html")
 	for _, c := range []struct {

@@ -217,10 +217,7 @@ func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 
 func self(t *testing.T) string {
 	t.Helper()
-	path, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	path := testnet.Self(t)
 	return path
 }
 

@@ -148,10 +148,7 @@ func TestSilenceProbes(t *testing.T) {
 // connected returns both ends of a TCP connection.
 func connected(t *testing.T) (near, far *net.TCPConn) {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	defer ln.Close()
 	a, err := net.Dial("tcp", ln.Addr().String())
 	if err != nil {

@@ -72,10 +72,7 @@ func connect(addr string) (status int) {
 func visit(t *testing.T, ln net.Listener, uid uint32, prefix string) net.Conn {
 	t.Helper()
 	// Other users may not enter the folder of the test binary.
-	binary, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	binary := testnet.Self(t)
 	file, err := os.Open(binary)
 	if err != nil {
 		t.Fatal(err)

@@ -232,10 +232,7 @@ func serveLauncher(t *testing.T, s secret.Secret) int {
 // has failed in both with an error that says how to be alone. With hvdrun, there is no such way.
 func outcome(t *testing.T, kind bootstrap.Kind, env func(rank int) []string) string {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
 	var outputs [2]string

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/binding"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestBindTo runs a job of two ranks with HVD_BIND_TO=core, under hvdrun, which binds the processes, and
@@ -26,10 +27,7 @@ func TestBindTo(t *testing.T) {
 	if all == nil {
 		t.Skip("two ranks need two cores")
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	for _, c := range []struct {
 		program string
 		args    []string
@@ -113,10 +111,7 @@ func TestBindToRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	last := all[len(all)-1:].String()
 	for _, c := range []struct {
 		unit    string

@@ -48,10 +48,7 @@ func TestConnectionIsCut(t *testing.T) {
 
 // severedJob runs the program "severed" and checks the errors of all ranks.
 func severedJob(t *testing.T, ranks, perHost int, what string) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	// With a limit of 3 s, a busy machine can make another rank silent for too long.
 	env := []string{programVariable + "=severed", cutVariable + "=" + what, "HVD_LIVENESS_SECONDS=8",
 		staysVariable + "=1"}

@@ -102,10 +102,7 @@ func TestEndings(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	inPython := []string{"PYTHONPATH=" + package_, "HVD_LIBRARY=" + library(t)}
 	try := func(t *testing.T, ranks int, e ending, command []string, env ...string) {
 		culprit := random.IntN(ranks)

@@ -93,8 +93,8 @@ func tellJob(t *testing.T, j *job) {
 	}
 }
 
-// hvdrun on one host starts ranks on several hosts. Every operation gives right results, and the ranks know
-// their rank, local rank and cross rank.
+// hvdrun on one host starts ranks on several hosts. Operations give right results, and the ranks know their
+// rank, local rank and cross rank.
 func TestHvdrunOverHosts(t *testing.T) {
 	for _, c := range []struct {
 		layout layout

@@ -92,10 +92,7 @@ func startOn(t *testing.T, hosts []*testnet.Host, l layout, program string, env 
 	_, text := secret.New()
 	secrets := []string{"HVD_JOB_ID=hosts", "HVD_SECRET=" + text}
 
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	s.cmd = hosts[0].Command(ctx, self)
 	s.cmd.Env = slices.Concat(os.Environ(), secrets, env, []string{
 		programVariable + "=store", storeAddrVariable + "=" + net.JoinHostPort(hosts[0].Addr.String(), "0"),
@@ -213,8 +210,8 @@ func (s *spread) tell() {
 	}
 }
 
-// Ranks run on several hosts. Every operation gives right results, on two levels unless that is turned off,
-// and the ranks know their rank, local rank and cross rank.
+// Ranks run on several hosts. Operations give right results, on two levels unless that is turned off, and the
+// ranks know their rank, local rank and cross rank.
 func TestSeveralHosts(t *testing.T) {
 	for _, c := range []struct {
 		name      string

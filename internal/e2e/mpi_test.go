@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/testmpi"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // digitsHash matches the line that each rank of the example prints at the end.
@@ -239,10 +240,7 @@ func ranksOf(program string) (pids []int) {
 // A program that was built for another MPI library than the launcher's, and programs that were built without
 // MPI, refuse to start, and say why.
 func TestRefusalsWithMPI(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	var programs []string
 	var launchers []testmpi.Library
 	testmpi.Each(t, func(t2 *testing.T, l testmpi.Library) {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -240,10 +239,7 @@ func TestClocksSetApart(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	dir := t.TempDir()
 	file, end := filepath.Join(dir, "t.json"), filepath.Join(dir, "end")
 	script := `HVD_HOSTID=h$HOROVOD_RANK exec unshare -T --monotonic $((HOROVOD_RANK * 1000)) "$0"`
@@ -343,10 +339,7 @@ func TestStallShutdownIsExplained(t *testing.T) {
 // All processes of each kind of job answer hvdrun: /metrics shows them, and so does the report after SIGQUIT.
 // torchrun has no such report, and hvdrun asks nothing of a job that has only some of its processes.
 func TestEachProcessAnswers(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	for _, k := range tableKinds(t) {
 		if strings.HasSuffix(k.name, "torchrun") || strings.HasSuffix(k.name, "ranks 1 and 2") {
@@ -407,10 +400,7 @@ func TestEachProcessAnswers(t *testing.T) {
 
 // freeAddress returns a loopback address with a port on which nothing listens.
 func freeAddress(t *testing.T) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	defer l.Close()
 	return l.Addr().String()
 }

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // inSlurm is the variable that is set if this process runs in the cluster of scripts/slurm-cluster.sh.
@@ -32,10 +34,7 @@ func TestSlurm(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("only root can start a cluster of Slurm here")
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "../../scripts/slurm-cluster.sh", self, "-test.run=^TestUnderSlurm$", "-test.v")
@@ -62,10 +61,7 @@ func TestUnderSlurm(t *testing.T) {
 	if os.Getenv(inSlurm) == "" {
 		t.Skip("TestSlurm runs this test in a cluster")
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	// run runs a command line in which SELF and HVDRUN stand for programs, and checks its lines of output.
 	// A line that is wanted several times must occur as often.
 	run := func(name, command string, want ...string) {

@@ -1,18 +1,17 @@
 package logs_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // writesVariable is set in a process that only runs writes.
@@ -44,12 +43,8 @@ func writes() string {
 // TestStderr lets a process write to standard error, and again when nobody reads it any more. That must not
 // end the process.
 func TestStderr(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	self := testnet.Self(t)
+	ctx := testnet.Context(t)
 	cmd := exec.CommandContext(ctx, self)
 	cmd.Env = append(os.Environ(), writesVariable+"=1")
 	stdin, err := cmd.StdinPipe()

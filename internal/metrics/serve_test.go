@@ -52,10 +52,7 @@ func TestAddress(t *testing.T) {
 func serve(t *testing.T, h http.Handler) *metrics.Server {
 	t.Helper()
 	log, entries := testnet.Logs()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	s := metrics.ServeOn(l, h, log, time.Hour)
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {

@@ -35,10 +35,7 @@ func TestMain(m *testing.M) {
 // addresses. It must not return an address of an interface that is down.
 func TestInterfaces(t *testing.T) {
 	host := testnet.NewHosts(t, 1)[0]
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	sh := func(env, command string, args ...string) string {
 		t.Helper()
 		cmd := host.Command(t.Context(), command, args...)

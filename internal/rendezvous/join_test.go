@@ -672,10 +672,7 @@ func TestStoreIsLost(t *testing.T) {
 // closedPort returns an address at which no process listens.
 func closedPort(t *testing.T) string {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	defer ln.Close()
 	return ln.Addr().String()
 }

@@ -44,13 +44,11 @@ func accept(s secret.Secret, conn net.Conn, purpose string) error {
 // connection returns both ends of a TCP connection. The ends have deadlines.
 func connection(t *testing.T) (a, b net.Conn) {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	defer ln.Close()
 	a = testnet.RawDial(t, ln.Addr().String())
-	if b, err = ln.Accept(); err != nil {
+	b, err := ln.Accept()
+	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { b.Close() })

@@ -135,10 +135,7 @@ func TestMappings(t *testing.T) {
 func TestProcesses(t *testing.T) {
 	here, toChild := page(t, readWrite)
 	there, toParent := page(t, readOnly)
-	exe, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	exe := testnet.Self(t)
 	cmd := exec.Command(exe, "wake")
 	var out strings.Builder
 	cmd.Stderr = &out

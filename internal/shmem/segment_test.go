@@ -318,10 +318,7 @@ func TestImpossibleSizes(t *testing.T) {
 // TestFileLimit limits the size of files (ulimit -f). Create must return an error with the size and the
 // limit. No signal may end the process.
 func TestFileLimit(t *testing.T) {
-	exe, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	exe := testnet.Self(t)
 	for _, c := range []struct {
 		n    int64
 		want string

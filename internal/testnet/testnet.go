@@ -33,6 +33,26 @@ func Context(t testing.TB) context.Context {
 	return ctx
 }
 
+// Self returns the path of this program, which tests start in other roles.
+func Self(t testing.TB) string {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return self
+}
+
+// Listen listens at a free port on loopback.
+func Listen(t testing.TB) net.Listener {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ln
+}
+
 // Eventually polls cond until it returns true. It is for changes that other goroutines make without notifying
 // the test. If cond has not returned true after five minutes, Eventually fails the test.
 func Eventually(t *testing.T, what string, cond func() bool) {

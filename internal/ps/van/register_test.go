@@ -16,10 +16,7 @@ import (
 // hung listens like a node that hangs: it accepts connections, and then does what handle does.
 func hung(t *testing.T, handle func(net.Conn)) net.Listener {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	var conns []net.Conn
 	done := make(chan struct{})
 	go func() {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -231,12 +232,10 @@ type process struct {
 
 func start(tb testing.TB, dir string, limit time.Duration) *process {
 	tb.Helper()
-	exe, err := os.Executable()
-	if err != nil {
-		tb.Fatal(err)
-	}
+	exe := testnet.Self(tb)
 	p := &process{cmd: exec.Command(exe, "rank", dir, limit.String())}
 	p.cmd.Stderr = &p.err
+	var err error
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		tb.Fatal(err)
 	}

@@ -177,10 +177,7 @@ func TestReleaseEndsDial(t *testing.T) {
 // TestReleaseDuringHandshake releases a lane during a handshake. The handshake must be completed, and then
 // the connection must end gracefully.
 func TestReleaseDuringHandshake(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	defer ln.Close()
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
@@ -250,13 +247,11 @@ func TestReleaseOfReserved(t *testing.T) {
 // tcpPair returns the two ends of a TCP connection on loopback.
 func tcpPair(t *testing.T) (accepted, dialed net.Conn) {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	defer ln.Close()
 	dialed = dialRaw(t, ln.Addr().String(), nil)
-	if accepted, err = ln.Accept(); err != nil {
+	accepted, err := ln.Accept()
+	if err != nil {
 		t.Fatal(err)
 	}
 	return accepted, dialed

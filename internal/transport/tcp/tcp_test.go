@@ -405,10 +405,7 @@ func wantPeer(t *testing.T, err error, lane transport.Lane, peer topo.Rank) {
 }
 
 func TestDialNotOurs(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer ln.Close()
@@ -428,7 +425,7 @@ func TestDialNotOurs(t *testing.T) {
 	})
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
-	_, err = m.Conn(testnet.Context(t), 0, 1)
+	_, err := m.Conn(testnet.Context(t), 0, 1)
 	wantPeer(t, err, 0, 1)
 	if !errors.Is(err, errNotOurs) {
 		t.Errorf("got error %v, want %v", err, errNotOurs)
@@ -517,10 +514,7 @@ func TestContextEndSaysWhatFailed(t *testing.T) {
 // of Conn must get its connection. The peer may already have accepted this connection, and would refuse
 // another one as a duplicate.
 func TestDialOutlivesContext(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	defer ln.Close()
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
@@ -667,10 +661,7 @@ func (l *failingListener) Accept() (net.Conn, error) {
 }
 
 func TestAcceptFailureIsNotTheEnd(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	log, book := newLog()
 	e0, e1 := listen(t, Config{}), newEndpoint(Config{Log: log}, &failingListener{ln, 3})
 	t.Cleanup(func() {
@@ -693,10 +684,7 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 // TestAcceptWithoutDescriptors checks that Conn fails at once if its rank has no file descriptor left to
 // accept a peer's connection. The error must not blame the peer.
 func TestAcceptWithoutDescriptors(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ln := testnet.Listen(t)
 	e0, e1 := listen(t, Config{}), newEndpoint(Config{}, &failingListener{ln, math.MaxInt})
 	t.Cleanup(func() {
 		if err := e1.Close(); err != nil {
@@ -704,7 +692,7 @@ func TestAcceptWithoutDescriptors(t *testing.T) {
 		}
 	})
 	m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	_, err = m.Conn(testnet.Context(t), transport.Control, 0)
+	_, err := m.Conn(testnet.Context(t), transport.Control, 0)
 	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) ||
 		!strings.Contains(err.Error(), "ulimit -n") {
 		t.Errorf("got %v (%v), want that this process has no descriptors", err, peer)
