@@ -53,8 +53,8 @@ func happen(fault string) error {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		select {}
 	case "stopped", "hung in Init":
-		// The thread that is sent the signal does not go on. If the process were, this thread might still vote,
-		// without a notification, so that rank 0 would find the vote only when it sends its next heartbeat.
+		// The thread that gets the signal does not go on. After a signal to the process, this thread might
+		// still vote, without a notification, and rank 0 would find the vote with its next heartbeat.
 		runtime.LockOSThread()
 		_ = unix.Tgkill(os.Getpid(), unix.Gettid(), unix.SIGSTOP)
 		runtime.UnlockOSThread()
