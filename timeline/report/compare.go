@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/rand/v2"
 	"slices"
 	"strings"
+	"time"
 
 	"gonum.org/v1/gonum/mathext"
 
@@ -14,6 +16,9 @@ import (
 )
 
 const (
+	// mostLonger is how many times as many steps as the other a run may have if means are compared. The mean
+	// of a much shorter run is usually too small, because it lacks the rare steps that take very long.
+	mostLonger = 4
 	// numBatches is the number of batches into which the times of a run are divided, and leastTimes the
 	// minimum number of times.
 	numBatches, leastTimes = 20, 100
@@ -67,13 +72,15 @@ type Difference struct {
 }
 
 // series has the times of the operations of a tensor after the start-up in their order, on average over the
-// ranks. If there are more than maxTimes, an entry is the average of several successive ones.
+// ranks. If there are more than maxTimes, an entry has one of several successive ones. It is not their
+// average, because medians of averages and of single times cannot be compared.
 type series struct {
-	per   int // the number of operations of a rank in an entry, or 0 if there is none
+	per   int // the number of operations of a rank for which an entry stands, or 0 if there is none
 	times []meanTime
 }
 
-const maxTimes = 512
+// maxTimes limits the entries of a series, and maxLengths those of Report.lengths.
+const maxTimes, maxLengths = 512, 1 << 12
 
 type meanTime struct {
 	sum float32
@@ -83,22 +90,53 @@ type meanTime struct {
 // add adds the time of operation number at of a rank.
 func (s *series) add(at int, ns float64) {
 	s.per = max(s.per, 1)
-	for ; at/s.per >= maxTimes; s.per *= 2 {
-		for i := range s.times {
-			if t := s.times[i]; i%2 == 0 {
-				s.times[i/2] = t
-			} else {
-				s.times[i/2].sum += t.sum
-				s.times[i/2].n += t.n
-			}
+	for at/s.per >= maxTimes {
+		s.per *= 2
+		n := (len(s.times) + 1) / 2
+		s.times = append(s.times, meanTime{})
+		for i := range n {
+			s.times[i] = s.times[2*i+half(i, s.per)]
 		}
-		s.times = s.times[:(len(s.times)+1)/2]
+		s.times = s.times[:n]
+	}
+	if !chosen(at, s.per) {
+		return
 	}
 	for len(s.times) <= at/s.per {
 		s.times = append(s.times, meanTime{})
 	}
 	t := &s.times[at/s.per]
 	t.sum, t.n = t.sum+float32(ns), t.n+1
+}
+
+// half returns which half of block number i of n times has the time that is kept, 0 or 1. The choice is
+// random, so that what happens at regular intervals is kept neither each time nor never.
+func half(i, n int) int { return int(rand.NewPCG(uint64(i), uint64(n)).Uint64() >> 63) }
+
+// chosen reports whether time number at is the one that is kept of the block of n times that it is in. n is a
+// power of 2.
+func chosen(at, n int) bool {
+	for ; n > 1; n /= 2 {
+		if half(at/n, n) != at/(n/2)%2 {
+			return false
+		}
+	}
+	return true
+}
+
+// stepLengths returns the lengths of the steps between the given times, in microseconds, or a sample of them
+// if there are many.
+func stepLengths(begins []time.Duration) (lengths []float64) {
+	per := 1
+	for len(begins)/per > maxLengths {
+		per *= 2
+	}
+	for i := range max(len(begins)-1, 0) {
+		if chosen(i, per) {
+			lengths = append(lengths, micros(float64(begins[i+1]-begins[i])))
+		}
+	}
+	return lengths
 }
 
 // micros returns the times in microseconds.
@@ -220,15 +258,18 @@ func Compare(a, b *Report, titleA, titleB string) *Comparison {
 	for _, p := range b.Problems {
 		c.Problems = append(c.Problems, "B: "+p)
 	}
-	if min(len(lengthsA), len(lengthsB)) < leastTimes {
+	if min(len(a.lengths), len(b.lengths)) < leastTimes {
 		c.Verdict = fmt.Sprintf("the runs cannot be compared: A has %d complete steps after the start-up, and B has %d, want %d or more",
 			stepsA, stepsB, leastTimes)
 		return c
 	}
-	rows := []Difference{
-		differ("step, median", "", lengthsA, lengthsB, median),
-		differ("step, mean", "", lengthsA, lengthsB, mean),
-		differ("held up all others", "", heldA, heldB, mean),
+	rows := []Difference{differ("step, median", "", a.lengths, b.lengths, median)}
+	if max(stepsA, stepsB) <= mostLonger*min(stepsA, stepsB) {
+		rows = append(rows, differ("step, mean", "", lengthsA, lengthsB, mean),
+			differ("held up all others", "", heldA, heldB, mean))
+	} else {
+		c.Problems = append(c.Problems, fmt.Sprintf("means of the steps are not compared, because a run has more than %d times as many as the other one",
+			mostLonger))
 	}
 	decide(rows)
 	var tensors []Difference
@@ -264,9 +305,12 @@ func verdictOf(rows, tensors []Difference) string {
 		}
 		return n
 	}
-	step := rows[0]
-	if rows[1].Differs && !step.Differs {
-		step = rows[1]
+	step, heldUp := rows[0], Difference{}
+	if len(rows) > 1 {
+		heldUp = rows[2]
+		if rows[1].Differs && !step.Differs {
+			step = rows[1]
+		}
 	}
 	text := ""
 	switch {
@@ -278,13 +322,17 @@ func verdictOf(rows, tensors []Difference) string {
 		text = fmt.Sprintf("a step takes %s %s in B (%s)", percent(math.Abs(step.Share)), more,
 			step.describe())
 	case found(rows)+found(tensors) == 0:
-		return fmt.Sprintf("no difference found, in the steps (%s), in the time for which a rank held up all others, and in %d tensors",
-			step.describe(), len(tensors))
+		held := ", in the time for which a rank held up all others,"
+		if len(rows) == 1 {
+			held = ""
+		}
+		return fmt.Sprintf("no difference found, in the steps (%s)%s and in %d tensors", step.describe(), held,
+			len(tensors))
 	default:
 		text = fmt.Sprintf("no difference found in the time of a step (%s)", step.describe())
 	}
-	if held := rows[2]; held.Differs {
-		text += fmt.Sprintf("; the time for which a rank held up all others differs (%s)", held.describe())
+	if heldUp.Differs {
+		text += fmt.Sprintf("; the time for which a rank held up all others differs (%s)", heldUp.describe())
 	}
 	if n := found(tensors); n > 0 {
 		text += fmt.Sprintf("; %d of %d tensors differ, most clearly %s (%s)", n, len(tensors),

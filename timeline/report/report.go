@@ -84,8 +84,10 @@ type Report struct {
 	Hosts       []Host   `json:"hosts"`
 	TensorTable []Tensor `json:"tensor_table"`
 
-	// series has the times of the tensors by their names, for Compare.
-	series map[string]series
+	// series has the times of the tensors by their names, and lengths those of complete steps or, if there
+	// are many, of a sample, for Compare.
+	series  map[string]series
+	lengths []float64
 }
 
 // Lateness says which ranks were late, and how late. Unless a field says otherwise, it is about the time
@@ -294,6 +296,7 @@ func (j *Job) Examine(o Options, see func(rank int, op *trace.Operation)) (*Repo
 	late := c.late.Findings()
 	r.fillRanks(c, late)
 	r.fillSteps(c, late)
+	r.lengths = stepLengths(c.details.Steps)
 	c.details.group(r.StepList)
 	r.fillLateness(late)
 	r.fillTensors(c)
