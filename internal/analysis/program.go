@@ -133,11 +133,11 @@ type Doing struct {
 	Time  time.Duration
 }
 
-// overlap attributes the part of the gap g that is in the range r, and returns the parts that are not.
-func (p *program) overlap(g, r interval) []interval {
+// overlap attributes the part of the gap g that is in the range r, and appends the other parts to rest.
+func (p *program) overlap(rest []interval, g, r interval) []interval {
 	begin, end := max(g.begin, r.begin), min(g.end, r.end)
 	if begin >= end {
-		return []interval{g}
+		return append(rest, g)
 	}
 	if _, known := p.doing[r.name]; known || len(p.doing) < maxRanges {
 		if p.doing == nil {
@@ -145,7 +145,6 @@ func (p *program) overlap(g, r interval) []interval {
 		}
 		p.doing[r.name] += end - begin
 	}
-	var rest []interval
 	if g.begin < begin {
 		rest = append(rest, interval{begin: g.begin, end: begin})
 	}
@@ -163,28 +162,36 @@ func recent(all *[]interval, more ...interval) {
 	}
 }
 
+// firstAfter returns the index of the first of the last intervals that end after the given time. The search
+// begins at the last one, because usually few do.
+func firstAfter(all []interval, at time.Duration) int {
+	i := len(all)
+	for i > 0 && all[i-1].end > at {
+		i--
+	}
+	return i
+}
+
 // inRange says that the program was in a range that has ended. Ranges must be added in the order in which
 // they ended, so that a range comes before those that it is inside of. So a gap counts for the innermost
 // range.
 func (p *program) inRange(r interval) {
-	var left []interval
-	for _, g := range p.gaps {
-		left = append(left, p.overlap(g, r)...)
+	first := firstAfter(p.gaps, r.begin)
+	gaps := slices.Clone(p.gaps[first:])
+	p.gaps = p.gaps[:first]
+	for _, g := range gaps {
+		p.gaps = p.overlap(p.gaps, g, r)
 	}
-	p.gaps = left
 	recent(&p.ranges, r)
 }
 
 // heldUp says that the rank held up all others.
 func (p *program) heldUp(from, to time.Duration) {
 	left := []interval{{begin: from, end: to}}
-	for _, r := range p.ranges {
-		if r.end <= from {
-			continue
-		}
+	for _, r := range p.ranges[firstAfter(p.ranges, from):] {
 		var next []interval
 		for _, g := range left {
-			next = append(next, p.overlap(g, r)...)
+			next = p.overlap(next, g, r)
 		}
 		left = next
 	}

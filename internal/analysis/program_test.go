@@ -46,3 +46,18 @@ func TestDoing(t *testing.T) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 }
+
+// A range is not compared with the gaps before it, of which there are many in a long job.
+func TestRangeAfterManyGaps(t *testing.T) {
+	p := &program{ranges: make([]interval, 0, 2*maxRecent)}
+	for i := range time.Duration(maxRecent) {
+		p.heldUp(10*i, 10*i+1)
+	}
+	at := p.gaps[maxRecent-1].end
+	if n := testing.AllocsPerRun(maxRecent, func() {
+		p.inRange(interval{"range", at, at + 5})
+		at += 5
+	}); n > 0 || len(p.gaps) != maxRecent {
+		t.Errorf("a range takes %g allocations, and %d gaps are left, want 0 and %d", n, len(p.gaps), maxRecent)
+	}
+}
