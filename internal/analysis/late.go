@@ -22,6 +22,9 @@ const (
 	maxWaits = 1 << 15
 	// maxEnds is the number of ended operations that a member remembers.
 	maxEnds = 64
+	// maxTensors limits the names of tensors that are known. A program that makes up a new name for each
+	// operation reaches it. Then all are forgotten, and those that occur again are learned again.
+	maxTensors = 1 << 16
 	// maxOrigins limits the number of pairs of a rank and a tensor of which is known for how long the rank
 	// held up all others from that tensor on.
 	maxOrigins = 1 << 16
@@ -392,6 +395,9 @@ func (l *Late) tensor(name string) *tensor {
 	}
 	t := l.tensors[name]
 	if t == nil {
+		if len(l.tensors) >= maxTensors {
+			clear(l.tensors)
+		}
 		t = &tensor{name: name}
 		l.tensors[name] = t
 	}

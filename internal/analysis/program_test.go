@@ -2,6 +2,7 @@ package analysis
 
 import (
 	"slices"
+	"strconv"
 	"testing"
 	"time"
 )
@@ -59,5 +60,16 @@ func TestRangeAfterManyGaps(t *testing.T) {
 		at += 5
 	}); n > 0 || len(p.gaps) != maxRecent {
 		t.Errorf("a range takes %g allocations, and %d gaps are left, want 0 and %d", n, len(p.gaps), maxRecent)
+	}
+}
+
+// Late forgets names of tensors if a program has a new one for each operation.
+func TestNamesOfTensorsAreForgotten(t *testing.T) {
+	l := NewLate(nil)
+	for i := range 3 * maxTensors {
+		name := strconv.Itoa(i)
+		if got := l.tensor(name); got.name != name || got != l.tensor(name) || len(l.tensors) > maxTensors {
+			t.Fatalf("name %d: got %+v, and %d names are known, want at most %d", i, got, len(l.tensors), maxTensors)
+		}
 	}
 }

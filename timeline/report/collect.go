@@ -108,6 +108,8 @@ type nameStats struct {
 	errors int64
 	last   trace.Record
 	series series
+	// waitedFor is how long ranks waited for others in operations on the tensor after the start-up, in ns.
+	waitedFor float64
 }
 
 // maxNames limits the number of tensor names of all ranks together. The tensors of all further names are
@@ -251,7 +253,8 @@ func sink(heap []*stream) {
 // memory. It passes each operation to see, if that is not nil.
 func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, error) {
 	c := &collection{job: j, names: make(map[string]*nameStats), steadyFrom: never,
-		details: newDetailer(j, see != nil), pending: make(map[pendingKey]*latest)}
+		pending: make(map[pendingKey]*latest)}
+	c.details = newDetailer(j, c.names, see != nil)
 	of := make(map[*analysis.Member]*rankStats)
 	var reading sync.WaitGroup
 	done := make(chan struct{})
@@ -438,7 +441,7 @@ func (c *collection) beginSteady(s *stream, at time.Duration) {
 		c.late.Steady(at)
 		c.details.steady(at)
 		for _, n := range c.names {
-			n.series = series{}
+			n.series, n.waitedFor = series{}, 0
 		}
 	}
 }

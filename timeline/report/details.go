@@ -87,7 +87,7 @@ type Wait struct {
 type detailer struct {
 	Details
 	all             bool // whether Periods, Pending and Waits are filled
-	waitedFor       map[string]float64
+	names           map[string]*nameStats
 	per             int // the number of steps of a row of the tables
 	maxRows, maxAll int // the limits of the tables, and of Periods and Pending
 }
@@ -134,8 +134,8 @@ func (d *detailer) halve() {
 	}
 }
 
-func newDetailer(j *Job, all bool) *detailer {
-	d := &detailer{all: all, waitedFor: make(map[string]float64), per: 1, maxAll: maxList}
+func newDetailer(j *Job, names map[string]*nameStats, all bool) *detailer {
+	d := &detailer{all: all, names: names, per: 1, maxAll: maxList}
 	of := make(map[int]*rankFiles)
 	most := j.size
 	for _, f := range j.ranks {
@@ -162,7 +162,9 @@ var _ analysis.Watcher = (*detailer)(nil)
 
 func (d *detailer) Waited(tensor string, waiters, late []int, at, wait time.Duration) {
 	ns, step := float64(wait), d.stepAt(at)
-	d.waitedFor[tensor] += ns * float64(len(waiters)*len(late))
+	if n := d.names[tensor]; n != nil {
+		n.waitedFor += ns * float64(len(waiters)*len(late))
+	}
 	for _, rank := range late {
 		d.add(&d.CausedBy, step, rank, ns*float64(len(waiters)))
 	}
@@ -205,7 +207,6 @@ func (d *detailer) stepAt(at time.Duration) int {
 func (d *detailer) steady(at time.Duration) {
 	d.Steps = append(d.Steps[:0], at)
 	d.HeldBy, d.CausedBy, d.WaitedBy, d.per = nil, nil, nil, 1
-	clear(d.waitedFor)
 	for _, row := range d.Waits {
 		clear(row)
 	}

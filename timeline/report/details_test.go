@@ -92,7 +92,7 @@ func TestDetailsAddUp(t *testing.T) {
 
 // If there are more steps than rows, successive steps share a row, from the first to the last.
 func TestRowsOfManySteps(t *testing.T) {
-	d := newDetailer(&Job{size: 2}, true)
+	d := newDetailer(&Job{size: 2}, nil, true)
 	d.maxRows, d.maxAll = 4, 3
 	const steps = 21
 	for i := range steps {

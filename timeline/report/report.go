@@ -467,7 +467,7 @@ func (r *Report) fillTensors(c *collection) {
 			Name: name, Kind: kind, Count: uint64(n.total.Len()), TotalUS: micros(n.total.Sum()),
 			MeanUS: micros(n.total.Mean()), P99US: micros(n.total.Quantile(.99)),
 			MaxUS: micros(n.total.Quantile(1)), Bytes: n.bytes, DType: dtype, Shape: shape, Errors: n.errors,
-			WaitedUS: micros(c.details.waitedFor[name]),
+			WaitedUS: micros(n.waitedFor),
 		})
 	}
 	pick := func(by func(a, b Tensor) int) []Tensor {
