@@ -30,8 +30,8 @@ const (
 	// timeoutHeader is the header in which Prometheus sends its scrape timeout in seconds.
 	timeoutHeader = "X-Prometheus-Scrape-Timeout-Seconds"
 	// maxText limits the bytes of a rank's answer, and so the memory that its metrics take. The longest
-	// answer, from rank 0 of the largest job, has about 600 KiB.
-	maxText = 2 << 20
+	// answer, from a node of a parameter server with as many peers as hvdrun can start, has about 3 MiB.
+	maxText = 4 << 20
 )
 
 // JobConfig is the configuration of a Job.

@@ -1,6 +1,8 @@
 package metrics_test
 
 import (
+	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -72,4 +74,20 @@ hvd_ps_waiting_requests{peer="worker 0"} 3
 	if line, _, _ := strings.Cut(want, "\n"); !strings.Contains(body, line) {
 		t.Errorf("the handler serves %s", body)
 	}
+}
+
+// The metrics of a node with as many peers as hvdrun can start, with large values, are not refused.
+func TestNodeWithManyPeers(t *testing.T) {
+	n := trace.Node{Name: "scheduler", Role: "scheduler"}
+	for i := range 4095 { // launch.MaxRanks - 1
+		const most = math.MaxInt64
+		n.Peers = append(n.Peers, trace.Peer{Name: fmt.Sprint("worker ", i), Requests: most, Waiting: most,
+			SentBytes: most, ReceivedBytes: most, Resent: most, Duplicates: most, LagMessages: most,
+			LagBytes: most, Responses: most, ResponseTime: most, HeldUp: most})
+	}
+	text, err := metrics.NodeText(func() trace.Node { return n })
+	if err != nil || len(text) > metrics.MaxText {
+		t.Errorf("got %d bytes, %v, want at most %d", len(text), err, metrics.MaxText)
+	}
+	t.Logf("%d bytes", len(text))
 }
