@@ -379,6 +379,8 @@ func TestRanks(t *testing.T) {
 		"few files": {nil, 32 + 499, none, "ok ranks: 99 by 531 open files", 1},
 		"pid_max": {files{"proc/" + pids: "1200\n"}, 65536, none,
 			"ok ranks: 100 by 1200 processes and threads (/proc/" + pids, 0},
+		"threads in use": {files{"proc/" + pids: "32768\n", "proc/loadavg": "0.1 0.1 0.1 1/32000 5\n"}, 65536, none,
+			"ok ranks: 64 by 768 processes and threads (/proc/" + pids, 1},
 		"pids of the cgroup": {files{"proc/" + pids: "32768\n", group + "pids.max": "1200", group + "pids.current": "1"},
 			531, none, "ok ranks: 99 by 531 open files (hvdrun needs 5 for each rank, the lowest rank up to 4), 99 by 1199 processes", 2},
 		"threads of the user": {status("0000000000000400"), none, 1199,

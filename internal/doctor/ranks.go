@@ -59,8 +59,9 @@ func rooms(s *System) (all []room) {
 	return all
 }
 
-// threads returns how many processes and threads the kernel, the cgroups and the limit of the user permit,
-// and the name of the least limit.
+// threads returns how many processes and threads the kernel, the cgroups and the limit of the user still
+// permit, and the name of the least limit. From the limit of the user, those that the user has already are
+// not subtracted, because the files of all processes would have to be read for them.
 func threads(s *System) (left uint64, limit string, limited bool) {
 	least := func(n uint64, name string) {
 		if !limited || n < left {
@@ -70,19 +71,32 @@ func threads(s *System) (left uint64, limit string, limited bool) {
 	if n, file, found := cgroup.LeastTasks(s.Root); found {
 		least(n, "/"+file)
 	}
+	used := runningThreads(s)
 	for _, name := range []string{"proc/sys/kernel/pid_max", "proc/sys/kernel/threads-max"} {
 		text, err := fs.ReadFile(s.Root, name)
 		if err != nil {
 			continue
 		}
 		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64); err == nil {
-			least(n, "/"+name)
+			least(n-min(n, used), "/"+name)
 		}
 	}
 	if r, err := s.Rlimit(unix.RLIMIT_NPROC); err == nil && r.Cur != unix.RLIM_INFINITY && !exempt(s) {
-		least(r.Cur, "RLIMIT_NPROC, for all programs of this user")
+		least(r.Cur, "RLIMIT_NPROC, less those that this user has already")
 	}
 	return left, limit, limited
+}
+
+// runningThreads returns the number of threads of this machine, or 0 if it is unknown.
+func runningThreads(s *System) uint64 {
+	text, _ := fs.ReadFile(s.Root, "proc/loadavg") // without the file there are no fields
+	f := strings.Fields(string(text))
+	if len(f) < 4 {
+		return 0
+	}
+	_, all, _ := strings.Cut(f[3], "/") // as in "0.20 0.18 0.12 1/80 11206"
+	n, _ := strconv.ParseUint(all, 10, 64)
+	return n
 }
 
 // exempt reports whether RLIMIT_NPROC does not apply to this process, because it has the capability
