@@ -91,8 +91,12 @@ func (b *benchmark) all(ctx context.Context) error {
 	if b.touch {
 		touched = ", written before every call"
 	}
-	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
-		b.kind, b.team.Size(), b.team, b.memoryName(), touched, b.iters, b.warmup)
+	calls := fmt.Sprintf("%d timed calls after %d untimed calls", b.iters, b.warmup)
+	if b.seconds > 0 {
+		calls = fmt.Sprintf("each case timed for about %g s", b.seconds)
+	}
+	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %s", b.kind, b.team.Size(), b.team, b.memoryName(),
+		touched, calls)
 	before := b.state(ctx, "before")
 	b.out.begin(title)
 	var err error
