@@ -1,12 +1,15 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"io"
+	"os/signal"
 	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/timeline/report"
@@ -64,7 +67,9 @@ func (r *runner) timeline() *cobra.Command {
 			}
 			return nil
 		},
-		RunE: func(_ *cobra.Command, args []string) error { return r.readTimelines(&given, args) },
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return r.readTimelines(cmd.Context(), &given, args)
+		},
 
 		DisableFlagsInUseLine: true,
 	}
@@ -94,7 +99,7 @@ func optionsOf(job *report.Job, options report.Options) report.Options {
 }
 
 // readTimelines prints a report about timelines. If --merge is given, it also merges them into one file.
-func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error) {
+func (r *runner) readTimelines(ctx context.Context, given *timelineFlags, paths []string) (err error) {
 	if given.thresholdMB < 0 || given.thresholdMB > 1<<40 || given.capacity < 0 {
 		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more",
 			given.thresholdMB, given.capacity)
@@ -117,7 +122,10 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		return fmt.Errorf("timeline: %w", err)
 	}
 	if given.merge != "" {
-		sum, err := job.Merge(given.merge)
+		// Until now nothing has to be removed, so a signal ends hvdrun at once.
+		ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+		defer stop()
+		sum, err := job.Merge(ctx, given.merge)
 		if err != nil {
 			return fmt.Errorf("timeline: merge to %s: %w", given.merge, err)
 		}

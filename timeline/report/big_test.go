@@ -147,7 +147,7 @@ func TestHostileInputIsBounded(t *testing.T) {
 	}
 	out := filepath.Join(t.TempDir(), "out.json")
 	heap = peak(func() {
-		if _, err := openJob(t, dir).Merge(out); err != nil {
+		if _, err := openJob(t, dir).Merge(t.Context(), out); err != nil {
 			t.Error(err)
 		}
 	})

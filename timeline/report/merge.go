@@ -3,6 +3,7 @@ package report
 import (
 	"bufio"
 	"compress/gzip"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -71,8 +72,9 @@ type merger struct {
 // on rank 0's clock. If a rank started before rank 0, a constant is added to all times, so that none is
 // negative. The name of a thread precedes its events, the events are in order of time, except for what the
 // program did, and every begin event has an end event. A file gets its name only when it is complete. A
-// device is written as it is; what is neither a file nor a device is an error.
-func (j *Job) Merge(path string) (sum Merged, err error) {
+// device is written as it is; what is neither a file nor a device is an error. If ctx ends, Merge leaves no
+// file and returns the cause.
+func (j *Job) Merge(ctx context.Context, path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)
 	for _, r := range j.ranks {
@@ -103,7 +105,7 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 	m.meta(0, 0, "hvd_merged", map[string]any{"shift_us": micros(m.shift), "error_us": micros(clockError),
 		"version": 1})
 	for _, r := range j.ranks {
-		if err := m.rank(r); err != nil {
+		if err := m.rank(ctx, r); err != nil {
 			return sum, err
 		}
 	}
@@ -146,7 +148,7 @@ func same(a, b string) bool {
 }
 
 // rank writes all events of one rank.
-func (m *merger) rank(f *rankFiles) error {
+func (m *merger) rank(ctx context.Context, f *rankFiles) error {
 	m.sum.Ranks++
 	name := fmt.Sprintf("rank %d", f.rank)
 	if h := f.host(); h != "" {
@@ -161,6 +163,9 @@ func (m *merger) rank(f *rankFiles) error {
 		err := s.events(func(e *event, text jsontext.Value, malformed error) error {
 			if malformed != nil {
 				return malformed
+			}
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
 			}
 			m.event(r, s, pids, e, text)
 			return m.err

@@ -3,7 +3,9 @@ package report
 import (
 	"bytes"
 	"compress/gzip"
+	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"io/fs"
 	"os"
@@ -33,7 +35,7 @@ type lane struct{ pid, tid int }
 func merged(t *testing.T, j *Job) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "out.json")
-	if _, err := j.Merge(out); err != nil {
+	if _, err := j.Merge(t.Context(), out); err != nil {
 		t.Fatal(err)
 	}
 	text, err := os.ReadFile(out)
@@ -108,7 +110,7 @@ func TestMerge(t *testing.T) {
 		in := s.write(t, dir, ".json")
 		j := openJob(t, in)
 		out := filepath.Join(t.TempDir(), name)
-		sum, err := j.Merge(out)
+		sum, err := j.Merge(t.Context(), out)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -144,16 +146,22 @@ func TestMerge(t *testing.T) {
 		if !bytes.Contains(text, []byte(`"args":{"name":"rank 3 on host h-b"}`)) {
 			t.Error("rank 3 has no name")
 		}
-		if _, err := j.Merge(in); err == nil ||
+		if _, err := j.Merge(t.Context(), in); err == nil ||
 			!strings.Contains(err.Error(), "is one of the files to merge") {
 			t.Errorf("got %v, want the input not written over", err)
 		}
-		if _, err := j.Merge(filepath.Join(dir, "none", "x.json")); err == nil {
+		if _, err := j.Merge(t.Context(), filepath.Join(dir, "none", "x.json")); err == nil {
 			t.Error("merged to a folder that does not exist")
 		}
-		left, err := filepath.Glob(filepath.Join(filepath.Dir(out), ".*"))
-		if err != nil || len(left) > 0 {
-			t.Errorf("got %q left, %v", left, err)
+		ended, end := context.WithCancel(t.Context())
+		end()
+		if _, err := j.Merge(ended, out+"2"); !errors.Is(err, context.Canceled) {
+			t.Errorf("got %v, want that of the context, which has ended", err)
+		}
+		left, err := filepath.Glob(filepath.Join(filepath.Dir(out), "[.]*"))
+		all, err2 := filepath.Glob(out + "*")
+		if errors.Join(err, err2) != nil || len(left) > 0 || len(all) != 1 {
+			t.Errorf("got %q and %q left, %v, %v, want only %s", left, all, err, err2, out)
 		}
 		// Open must refuse a merged trace, because it is not the timeline of a rank.
 		if _, _, err := Open([]string{out}); err == nil ||
@@ -182,7 +190,7 @@ func TestMergeReplacesOnlyFiles(t *testing.T) {
 		mode fs.FileMode
 		says string
 	}{link: {fs.ModeSymlink, ""}, device: {fs.ModeSymlink, ""}, fifo: {fs.ModeNamedPipe, "want a regular file|no such device"}} {
-		_, err := j.Merge(path)
+		_, err := j.Merge(t.Context(), path)
 		if (err == nil) != (want.says == "") || err != nil &&
 			!regexp.MustCompile(want.says).MatchString(err.Error()) {
 			t.Errorf("%s: got %v, want %q", filepath.Base(path), err, want.says)
@@ -265,7 +273,7 @@ func TestMergeRepairs(t *testing.T) {
 	put(t, dir, "t.rank1.json", f.end(900, 0))
 	j := openJob(t, dir)
 	out := filepath.Join(t.TempDir(), "out.json")
-	sum, err := j.Merge(out)
+	sum, err := j.Merge(t.Context(), out)
 	if err != nil {
 		t.Fatal(err)
 	}
