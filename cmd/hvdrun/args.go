@@ -2,6 +2,7 @@ package main
 
 import (
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -34,8 +35,9 @@ func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 	return pflag.NormalizedName(name)
 }
 
-// rewrite converts the arguments to a form that pflag can parse: -np becomes --np, and -- is inserted before
-// the command to launch. Without this --, pflag would take flags of the command for flags of hvdrun.
+// rewrite converts the arguments to a form that pflag can parse: -np becomes --np, two numbers of a cooldown
+// become one argument, and -- is inserted before the command to launch. Without this --, pflag would take
+// flags of the command for flags of hvdrun.
 func rewrite(args []string, flags *pflag.FlagSet) []string {
 	var out []string
 	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
@@ -59,10 +61,29 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 		}
 		out = append(out, arg)
 		if wantsValue(arg, flags) && len(args) > 0 {
-			out, args = append(out, args[0]), args[1:]
+			value, rest := args[0], args[1:]
+			if isCooldown(arg, flags) && len(rest) > 0 && isNumber(value) && isNumber(rest[0]) {
+				value, rest = value+","+rest[0], rest[1:]
+			}
+			out, args = append(out, value), rest
 		}
 	}
 	return out
+}
+
+// isCooldown reports whether arg is the flag for which Horovod wants LO HI, and hvdrun LO,HI too.
+func isCooldown(arg string, flags *pflag.FlagSet) bool {
+	f := flags.Lookup(strings.TrimPrefix(arg, "--"))
+	if f == nil {
+		return false
+	}
+	_, is := f.Value.(*cooldown)
+	return is
+}
+
+func isNumber(text string) bool {
+	_, err := strconv.ParseFloat(text, 64)
+	return err == nil
 }
 
 // wantsValue reports whether the argument after the flag arg is the value of that flag. It returns false for

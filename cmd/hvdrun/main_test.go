@@ -239,6 +239,8 @@ func TestWrongUsage(t *testing.T) {
 			`--blacklist: got "rack", want slot or host`},
 		{append([]string{"-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "9"}, touch...),
 			"want two numbers of seconds, as in 10,100"},
+		{append([]string{"-np", "2", "--min-np", "1", "--blacklist_cooldown_range", "9", "3"}, touch...),
+			`--blacklist-cooldown-range: got "9,3", want a first number that is at most the second one`},
 		{append([]string{"-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "9,3"}, touch...),
 			"want a first number that is at most the second one"},
 		{append([]string{"-np", "2", "--min-np", "1", "--reset-limit", "-2"}, touch...), "--reset-limit: got -2"},
