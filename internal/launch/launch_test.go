@@ -176,6 +176,7 @@ func TestOptionsThatCannotBe(t *testing.T) {
 		{launch.Options{NP: 3, Command: []string{"true"}, Nodes: nodes}, "number of nodes: got 3, want 4"},
 		{launch.Options{NP: 5, Command: []string{"true"}, Nodes: nodes}, "number of nodes: got 5, want 4"},
 		{launch.Options{NP: 1, Command: []string{"true"}, Nodes: &launch.Nodes{Servers: -1, Workers: 1}}, "-1 servers"},
+		{launch.Options{NP: 4, Command: []string{"true"}, Nodes: nodes, Elastic: &launch.Elastic{}}, "cannot be elastic"},
 		{launch.Options{NP: 4, Command: []string{"true"}, Hosts: []launch.Host{{Name: "h1", Slots: 3}}},
 			"got 4 ranks, but the hosts have only 3 slots"},
 	} {

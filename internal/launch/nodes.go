@@ -53,6 +53,8 @@ func (n *Nodes) check(o *Options) error {
 	case o.NP != n.Count():
 		return &OptionError{fmt.Sprintf("number of nodes: got %d, want %d: the scheduler, %d servers and %d workers",
 			o.NP, n.Count(), n.Servers, n.Workers)}
+	case o.Elastic != nil:
+		return &OptionError{"nodes: a job with a parameter server cannot be elastic"}
 	}
 	return nil
 }
