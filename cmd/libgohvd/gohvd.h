@@ -131,7 +131,7 @@ typedef struct hvd_op {
 	uint32_t flags;
 	/* The name by which the ranks match the operation. Without a name, all ranks of the process set must make
 	 * their unnamed calls of a kind in the same order. A name is in use until a wait or a poll has reported that
-	 * the operation is done, or until the handle is released. */
+	 * the operation is done, or until the handle was released and the operation is done. */
 	const char *name;
 	const hvd_tensor_t *tensors; /* one tensor, none for a barrier and a join, any number with HVD_GROUPED */
 	uint32_t num_tensors;
@@ -496,8 +496,9 @@ hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hv
 /* hvd_ps_node describes this node. */
 hvd_status_t hvd_ps_node(hvd_node_t *node);
 
-/* hvd_ps_serve makes the server of an app, with a built-in handler: sum, assign, sgd, momentum, adagrad or adam, and
- * its parameters. */
+/* hvd_ps_serve makes the server of an app, with a built-in handler and its parameters in this order: sum, assign,
+ * sgd (rate), momentum (rate, momentum), adagrad (rate, epsilon) or adam (rate, beta1, beta2, epsilon). All but sum and
+ * assign are only for floats. docs/ps.md says what they compute. */
 hvd_status_t hvd_ps_serve(int32_t app, uint32_t dtype, const char *handler, const double *parameters,
                           uint32_t num_parameters);
 
@@ -514,13 +515,16 @@ typedef struct hvd_exchange {
 	uint64_t values_bytes;
 	void *results; /* pulled */
 	uint64_t results_bytes;
-	int32_t command;
-	int32_t priority;
+	int32_t command;  /* of a push: 0, or HVD_PS_INIT */
+	int32_t priority; /* requests with a higher one are sent first */
 } hvd_exchange_t;
 
 #define HVD_PUSH 1u
 #define HVD_PULL 2u
 #define HVD_IN_SLICES 4u
+
+/* The command with which a push sets values, whatever the handler does with other pushes. */
+#define HVD_PS_INIT (-1)
 
 /* hvd_ps_exchange begins a push or a pull of a worker. While too many requests to a server are not answered
  * (docs/ps.md), it waits for room, also if it gets a handle. With HVD_IN_SLICES and a handle, it waits for 0.05 s at

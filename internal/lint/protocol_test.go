@@ -12,7 +12,21 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ps"
 )
+
+// The command with which a push sets values has the same number in Go, C and Python.
+func TestInitCommand(t *testing.T) {
+	for file, want := range map[string]string{
+		"cmd/libgohvd/gohvd.h": fmt.Sprintf("\n#define HVD_PS_INIT (%d)\n", ps.InitCmd),
+		"python/gohvd/ps.py":   fmt.Sprintf("\nINIT = %d\n", ps.InitCmd),
+	} {
+		text, err := os.ReadFile(filepath.Join("../..", file))
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%s: %v, want the line %q", file, err, want)
+		}
+	}
+}
 
 // numbered matches a number of the protocol with its name, such as "4 alltoall".
 var numbered = regexp.MustCompile(`(\d+) ([a-zA-Z0-9 -]+)`)
