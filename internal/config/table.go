@@ -773,14 +773,15 @@ var settings = []Setting{
 	{
 		Name: SidecarBinaryVariable, Section: sectionPlace, Scope: PerProcess,
 		Otherwise: "hvdd beside libgohvd or in the folder bin beside its folder, then hvdd on PATH",
-		Doc:       "path of the hvdd that HVD_SIDECAR=spawn starts. If hvdd is beside hvdrun, hvdrun sets it for the ranks",
-		kind:      anything("the path of a program"),
+		Doc: "path of the hvdd that HVD_SIDECAR=spawn starts. If hvdd is beside hvdrun, hvdrun sets it for the ranks " +
+			"of a job on one host without --host-discovery-script",
+		kind: anything("the path of a program"),
 	},
 	{
 		Name: LibraryVariable, Section: sectionPlace, Scope: PerProcess,
 		Otherwise: "lib/libgohvd.so of the Python package, then bin/libgohvd.so of the checkout",
 		Doc: "path of libgohvd.so, for Python programs. If the library is beside hvdrun, hvdrun sets it for the " +
-			"ranks",
+			"ranks of a job on one host without --host-discovery-script",
 		kind: anything("the path of a file"),
 	},
 	{
@@ -903,7 +904,7 @@ var settings = []Setting{
 	{
 		Name: "HVD_RECOVERY_SECONDS", Section: sectionServer, Scope: PerProcess,
 		Default: "0",
-		Doc: "time for which Start and Finalize wait for a node that has ended to be started again. 0 means " +
+		Doc: "time for which Join and Finalize wait for a node that has ended to be started again. 0 means " +
 			"that they do not wait. hvdrun --restarts sets it to 60 seconds if it is not set",
 		Raise: "A higher value gives nodes more time to return, and delays the error if one does not.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.PS.Recovery }, 0),
