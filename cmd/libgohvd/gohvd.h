@@ -283,7 +283,9 @@ int32_t hvd_local_size(void);
 int32_t hvd_cross_rank(void); /* of this host, among the hosts that have this local rank */
 int32_t hvd_cross_size(void);
 int32_t hvd_is_homogeneous(void); /* 1 if every host has the same number of ranks */
-int32_t hvd_has_devices(void);    /* 1 if operations on CUDA devices are possible */
+/* 1 if operations on CUDA devices are possible; 2 if they are also done when they have been launched, by
+ * HOROVOD_ENABLE_ASYNC_COMPLETION */
+int32_t hvd_has_devices(void);
 uint64_t hvd_epoch(void);         /* the number of the current life of the job, from 1 */
 
 /* hvd_why_no_devices returns the reason why operations on CUDA devices are not possible, and the ranks that have it. It is

@@ -257,6 +257,9 @@ func gohvdFact(which C.int) C.int64_t {
 	case C.GOHVD_HOMOGENEOUS:
 		return C.int64_t(truth(r.Homogeneous))
 	case C.GOHVD_DEVICES:
+		if r.Devices != nil && r.AsyncCompletion {
+			return 2
+		}
 		return C.int64_t(truth(r.Devices != nil))
 	default:
 		return C.int64_t(r.Epoch)

@@ -31,6 +31,7 @@ func TestDevicePython(t *testing.T) {
 		{"Values", 2, "HOROVOD_ENABLE_ASYNC_COMPLETION=1"}, {"Fallbacks", 2, ""},
 		{"Faulted.test_before_operations", 3, ""}, {"Faulted.test_in_flight", 3, ""},
 		{"Faulted.test_shutdown_after_launch", 2, ""},
+		{"Faulted.test_shutdown_after_launch", 2, "HOROVOD_ENABLE_ASYNC_COMPLETION=1"},
 		{"Values.test_unknown_sizes Values.test_no_memory", 2, "HOROVOD_GPU_OPERATIONS=host"},
 		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS=none"},
 	} {

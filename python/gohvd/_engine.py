@@ -525,6 +525,8 @@ class Place:
     homogeneous: bool
     devices: bool
     """Whether operations on CUDA devices are possible."""
+    at_launch: bool
+    """Whether all of them are done when they have been launched (HOROVOD_ENABLE_ASYNC_COMPLETION)."""
 
 
 class Block:
@@ -641,7 +643,7 @@ class Engine:
         elastic job has become a rank.
         """
         facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
-        before, self._place = self._place, Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
+        before, self._place = self._place, Place(*facts[:6], facts[6] == 1, facts[7] > 0, facts[7] == 2)
         self.last_place = self._place
         self.global_set.ranks = list(range(self._place.size))
         return self._place != before
@@ -704,10 +706,11 @@ class Engine:
         with self._lock:
             if self._place is None:
                 return None
-            # In an elastic job they are done at their end.
+            # In an elastic job they are done at their end, unless the setting says otherwise.
             elastic = _library.Elastic(ctypes.sizeof(_library.Elastic))
             quick.hvd_elastic(elastic)
-            unknown = self._launched and not failed and not _library.told and not elastic.generation
+            early = not elastic.generation or self._place.at_launch
+            unknown = self._launched and not failed and not _library.told and early
             try:
                 handle = _library.Handle()
                 check(waiting.hvd_shutdown(reason.encode(), _library.FAILED if failed else 0, handle))
@@ -1060,6 +1063,7 @@ class Engine:
                 for x in staged:  # the stream of the call, for which they were allocated, may not wait for the results
                     fw.hold(x, stream)
             words[_RESULT_STREAM] = fw.handle(stream)
+        if stream is not None and (op.launched or self.place().at_launch):
             self._launched = True
         if copies or stream is not None or slot.tells:
             completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None, made, kept)
