@@ -37,7 +37,7 @@ from gohvd import _engine, timeline
 from gohvd.exceptions import MismatchError
 from gohvd.torch import alloc_tensor
 from gohvd.torch.distributed import _ddp, _job, _tensors, _work
-from gohvd.torch.distributed._group import _CALLS, _HAS_BACKENDS, Backend
+from gohvd.torch.distributed._group import _CALLS, _HAS_BACKENDS, Backend, Calls
 
 _LIMIT_SECONDS = 300
 
@@ -298,6 +298,27 @@ class Collectives(Ranks):
         for work in works:
             work.wait()
         self.equal(x, float(self.size))
+
+    def test_interrupted_sparse(self) -> None:
+        """A signal handler raises an exception between the two calls of the group for a sparse tensor. The group makes both,
+        as at the other ranks.
+        """
+        begin, numbers, x = Calls._begin, [], torch.ones(2).to_sparse()
+
+        def interrupted(group: Calls, *args: object) -> object:
+            if len(numbers) == 1:
+                numbers.append(0)
+                raise KeyboardInterrupt
+            numbers.append(0)
+            return begin(group, *args)
+
+        if self.rank == 0:
+            with mock.patch.object(Calls, "_begin", interrupted):
+                self.assertRaises(KeyboardInterrupt, dist.all_reduce, x.clone())
+        else:
+            dist.all_reduce(x.clone())
+        dist.all_reduce(x)
+        self.equal(x.to_dense(), torch.full((2,), float(self.size)))
 
     def test_exception_after_the_operation(self) -> None:
         """An exception of a signal handler during the copy of the result is raised as it is, and uses up the call."""

@@ -15,6 +15,7 @@ import torch
 from ranks import FLOATS, INTS, SHAPES, RanksTest, hvd, sample, samples
 
 from gohvd import _engine
+from gohvd.torch import mpi_ops
 
 
 class Allreduce(RanksTest):
@@ -257,6 +258,26 @@ class Allreduce(RanksTest):
             got = hvd.sparse_allreduce_async(none, "nothing", hvd.Average)()
             self.assertTrue(got.is_sparse)
             self.equal(got.to_dense(), torch.zeros(5, 2))
+
+    def test_interrupted_sparse(self) -> None:
+        """If a signal handler raises an exception between the two operations of a rank, its next call still meets those of
+        the other ranks.
+        """
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([[1.0, 2.0]]), (5, 2))
+        begun = hvd.sparse_allreduce_async
+        operation, ticks = mpi_ops.operation, [KeyboardInterrupt()]
+
+        def interrupted(*args: object, **named: object) -> object:
+            if named and ticks:  # the operation of the values
+                raise ticks.pop()
+            return operation(*args, **named)
+
+        if self.rank == 0:
+            with mock.patch.object(mpi_ops, "operation", interrupted):
+                self.assertRaises(KeyboardInterrupt, begun, sparse, None, hvd.Sum)
+        else:
+            begun(sparse, None, hvd.Sum)()
+        self.equal(begun(sparse, None, hvd.Sum)().to_dense()[0], torch.tensor([1.0, 2.0]) * self.size)
 
 
 class OtherOperations(RanksTest):

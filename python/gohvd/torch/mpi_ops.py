@@ -540,8 +540,19 @@ class SparseSum:
         self._tensor, self._name, self._process_set, self._or_dense = tensor, name, process_set, or_dense
         # The indices are transposed, so that each element has a row: allgather concatenates rows.
         indices = tensor._indices().transpose(0, 1).contiguous()
-        self.indices = allgather_async(indices, None if name is None else f"{name}.indices", process_set)
-        self.send_values()
+        self._rows = tensor._values().contiguous()
+        self.indices = self.values = 0
+        try:
+            self.indices = allgather_async(indices, None if name is None else f"{name}.indices", process_set)
+            self.send_values()
+        except BaseException:
+            # If it is the exception of a signal handler, the other ranks send both, and their values must not meet the next
+            # operation of this rank.
+            if self.indices and not self.values:
+                with contextlib.suppress(ValueError):
+                    self.send_values()
+            forget(self)
+            raise
 
     def sparse_dim(self) -> int:
         """Returns the number of sparse dimensions of the tensor."""
@@ -551,7 +562,7 @@ class SparseSum:
         """Begins the allgather of the values."""
         how = operation(ALLGATHER, any_kind=self._or_dense)
         name = None if self._name is None else f"allreduce.{self._name}" if self._or_dense else f"{self._name}.values"
-        self.values = _handles.add(_call(_torch, how, name, self._process_set, self._tensor._values().contiguous()))
+        self.values = _handles.add(_call(_torch, how, name, self._process_set, self._rows))
 
     def __call__(self) -> Tensor:
         try:

@@ -289,11 +289,19 @@ class Calls:
         if t.is_complex():
             raise ValueError(f"all_reduce: sparse tensors of type {t.dtype} are not supported")
         mine = t.coalesce()
+        both = [mine.indices().t().contiguous(), mine.values().contiguous()]
+        both = [dense([reduction(opts.reduceOp, rows)[1]], 1)[0] for rows in both]
         calls = []
-        for rows in (mine.indices().t().contiguous(), mine.values().contiguous()):
-            (rows,) = dense([reduction(opts.reduceOp, rows)[1]], 1)
-            number, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
-            calls.append(call)
+        try:
+            for rows in both:
+                number, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
+                calls.append(call)
+        except BaseException:
+            # If it is the exception of a signal handler, the other ranks make both calls, so this one makes the second.
+            if calls and self._calls == number:
+                with contextlib.suppress(ValueError):
+                    self._begin("all_reduce", ALLGATHER, Parts((both[1],), tuple(both[1].shape)), opts)
+            raise
 
         stream = calls[0].stream  # the operation is complete on it
 
