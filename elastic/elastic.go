@@ -62,8 +62,8 @@ type Job struct {
 // error that wraps an *hvd.PeerError or comes from Commit or Check, Run joins the job again with the ranks
 // that there are then. It returns any other error of train, and an error if the training fails three times in
 // a row without a commit, each time within 60 s, though the ranks do not become fewer. When train has
-// returned nil, the process is still a rank; hvd.Shutdown leaves the job. All ranks may call Run again, for
-// another training without new processes.
+// returned nil, the process is still a rank; hvd.Shutdown leaves the job. Before that, all ranks may call Run
+// again, for another training without new processes.
 //
 // In a process that is started while others train, Run joins them at their next commit. So make the model
 // before Run, and do not call hvd.Init before Run: the others would wait while the model is made.

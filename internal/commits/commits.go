@@ -358,9 +358,13 @@ func (j *Job) Changed() {
 	j.stop()
 }
 
+// stop notes that the training goes on in the next generation.
 func (j *Job) stop() {
 	if j.stopped.IsZero() {
 		j.stopped = time.Now()
+	}
+	if j.member != nil {
+		j.member.GoOn()
 	}
 }
 

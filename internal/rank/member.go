@@ -34,6 +34,10 @@ var ErrRemoved = errors.New("the launcher has removed this process from the elas
 var ErrBuilding = errors.New("this process is not a rank of the elastic job yet: it becomes one when the training begins " +
 	"in it (hvd.elastic.run, hvd_elastic_join), and has no operations before")
 
+// errLeft is returned by Start if this process has left its elastic job for good.
+var errLeft = errors.New("this process has left the elastic job by Shutdown, and the job has not failed and its ranks have not " +
+	"changed, so it does not become a rank again: call Shutdown only after the last training (elastic.Run, hvd.elastic.run)")
+
 // errSuperseded ends an attempt to join a generation of an elastic job when there is a later one.
 var errSuperseded = errors.New("the launcher has changed the ranks meanwhile")
 
@@ -58,6 +62,8 @@ type Membership struct {
 	ranked bool            // a Start has succeeded
 	async  bool            // Rank.AsyncCompletion of the newest successful Start
 	synced func()          // what Synced does, or nil
+	goesOn bool            // the training goes on in the next generation (GoOn)
+	left   bool            // a Shutdown has left the job, although it had not failed and the training does not go on
 	done   bool            // the training has returned, and no other one has begun
 	past   int             // how many trainings have returned
 	newest *elastic.Roster // the newest roster, or nil
@@ -150,6 +156,9 @@ func (m *Membership) EndTraining(ctx context.Context) error {
 	m.past++
 	return m.Tell(ctx, joblink.MemberEvent{Kind: joblink.Done})
 }
+
+// GoOn tells that the training has ended in this generation only, so that a Start follows the Shutdown.
+func (m *Membership) GoOn() { m.goesOn = true }
 
 // PastTrainings returns how many trainings have returned in this process.
 func (m *Membership) PastTrainings() int { return m.past }
@@ -299,6 +308,9 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 	if err != nil {
 		return err
 	}
+	if m.left && m.Pending() == nil {
+		return errLeft
+	}
 	if m.Generation() == 0 {
 		if err := m.checkIn(ctx, o.Building); err != nil {
 			return err
@@ -363,6 +375,7 @@ func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config
 // the state.
 func (m *Membership) begin(r *Rank, roster *elastic.Roster) {
 	m.ranked, m.async, m.synced = true, r.AsyncCompletion, nil
+	m.goesOn, m.left = false, false
 	if roster.Generation > 1 {
 		begun, name := r.Engine.Observer().BeginSpan(), fmt.Sprintf("generation %d: %s", roster.Generation, roster.Reason)
 		m.synced = func() { r.Engine.Observer().EndSpan(trace.Range, name, begun) }

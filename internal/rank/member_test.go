@@ -13,9 +13,11 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // A process that was a rank does not wait for ever for the next roster.
@@ -32,6 +34,35 @@ func TestRosterThatDoesNotCome(t *testing.T) {
 			t.Errorf("got error %v after %v, want one after 3 s", err, waited)
 		}
 	})
+}
+
+// A process that has left an elastic job that goes on as before does not wait for the next roster, but one
+// whose training goes on does.
+func TestStartAfterShutdown(t *testing.T) {
+	ctx := testnet.Context(t)
+	me := elastic.Member{Slot: elastic.Slot{Host: "h"}, Number: 1}
+	for _, goesOn := range []bool{false, true} {
+		m := &Membership{me: me, joined: 1, news: make(chan struct{}),
+			newest: &elastic.Roster{Generation: 1, Members: []elastic.Member{me}}}
+		e, err := engine.Start(ctx, engine.Config{Size: 1, Mesh: transport.Alone{},
+			LivenessTimeout: time.Minute})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := &Rank{Engine: e, member: m}
+		m.begin(r, m.newest)
+		if goesOn {
+			m.GoOn()
+		}
+		if err := r.Shutdown(ctx, engine.Departure{}); err != nil {
+			t.Fatal(err)
+		}
+		cfg := config.Config{ElasticTimeout: time.Millisecond}
+		err = new(Rank).startMember(ctx, cfg, &Options{Member: &m, Log: zap.NewNop()})
+		if errors.Is(err, errLeft) == goesOn {
+			t.Errorf("the training goes on: %t: got error %v", goesOn, err)
+		}
+	}
 }
 
 // A process that is in no roster any more learns it at once, however often it starts.

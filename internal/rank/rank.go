@@ -575,6 +575,9 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	case r.mpi != nil:
 		err = r.mpi.Leave(ctx)
 	}
+	if r.member != nil {
+		r.member.left = err == nil && !r.member.goesOn
+	}
 	if err != nil {
 		err = fmt.Errorf("hvd: shutdown: %w", err)
 	}
