@@ -63,7 +63,7 @@ type Membership struct {
 	async  bool            // Rank.AsyncCompletion of the newest successful Start
 	synced func()          // what Synced does, or nil
 	goesOn bool            // the training goes on in the next generation (GoOn)
-	left   bool            // a Shutdown has left the job, although it had not failed and the training does not go on
+	left   bool            // a Shutdown has left the job for good (errLeft)
 	done   bool            // the training has returned, and no other one has begun
 	past   int             // how many trainings have returned
 	newest *elastic.Roster // the newest roster, or nil
@@ -401,7 +401,7 @@ func (m *Membership) limit(ctx context.Context, cfg *config.Config, generation u
 	if !m.ranked && generation > 1 {
 		return ctx, func() {}
 	}
-	return withStartTimeout(ctx, cfg.StartTimeout)
+	return withStartTimeout(ctx, cfg)
 }
 
 // tryMember joins r to one generation.

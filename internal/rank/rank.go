@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -102,18 +103,28 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 			cfg.LocalRank = config.Unset // the launcher has told that of the elastic job
 		}
 		var cancel context.CancelFunc
-		ctx, cancel = withStartTimeout(ctx, cfg.StartTimeout)
+		ctx, cancel = withStartTimeout(ctx, &cfg)
 		defer cancel()
 	}
+	var first error // of the first attempt, if there were several
+	var wait dial.Backoff
 	err = join(ctx, cfg, &o)
 	for r.metEarlier(ctx, err, &o) {
 		o.Log.Debug("init: the store was that of an earlier program, meeting again", zap.Error(err))
+		if first == nil {
+			first = err
+		}
 		if err := r.forget(&o); err != nil {
 			o.Log.Debug("init: closing what the first attempt has left", zap.Error(err))
 		}
+		dial.Pause(ctx, wait.Next(), nil)
 		err = join(ctx, cfg, &o)
 	}
 	if err != nil {
+		if first != nil {
+			// If that store was the one of this program, the first error says how the job has failed.
+			err = fmt.Errorf("%w (first attempt: %w)", err, first)
+		}
 		r.mpi.fail(err)
 		return fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), r.release()))
 	}
@@ -148,17 +159,36 @@ func WithLevelsAbove(ctx context.Context, hosts int) context.Context {
 	return context.WithValue(ctx, levelsAbove{}, hosts)
 }
 
-// withStartTimeout returns a context that ends when the time limit of Init has passed. Its cause says so, for
-// the errors of the steps of Init that report it.
-func withStartTimeout(ctx context.Context, limit time.Duration) (context.Context, context.CancelFunc) {
-	return context.WithTimeoutCause(ctx, limit, fmt.Errorf("%w: Init must end within %v: raise HOROVOD_GLOO_TIMEOUT_SECONDS if ranks start late",
-		context.DeadlineExceeded, limit))
+// startTimeout is the cause of the end of a context whose time limit of Init has passed.
+type startTimeout struct{ advice string }
+
+func (e *startTimeout) Error() string { return fmt.Sprintf("%v: %s", e.Unwrap(), e.advice) }
+
+func (e *startTimeout) Unwrap() error { return context.DeadlineExceeded }
+
+// withStartTimeout returns a context that ends with a *startTimeout when the time limit of Init has passed.
+func withStartTimeout(ctx context.Context, cfg *config.Config) (context.Context, context.CancelFunc) {
+	advice := fmt.Sprintf("Init must end within %v: raise HOROVOD_GLOO_TIMEOUT_SECONDS (hvdrun --start-timeout) if ranks start late",
+		cfg.StartTimeout)
+	if cores := runtime.NumCPU(); cfg.LocalSize > cores {
+		advice += fmt.Sprintf(", as they may with %d ranks on %d cores of this host", cfg.LocalSize, cores)
+	}
+	return context.WithTimeoutCause(ctx, cfg.StartTimeout, &startTimeout{advice})
+}
+
+// explainTimeout adds what to do to err if the time limit of Init has passed and err does not say so.
+func explainTimeout(ctx context.Context, err error) error {
+	late, ok := errors.AsType[*startTimeout](context.Cause(ctx))
+	if !ok || !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, late) {
+		return err
+	}
+	return fmt.Errorf("%w: %s", err, late.advice)
 }
 
 // start joins r to its job and starts the engine.
 func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err error) {
 	if err := r.meet(ctx, &cfg, o); err != nil {
-		return err
+		return explainTimeout(ctx, err)
 	}
 	dial.NeedDescriptors(cfg.Size)
 	sets, err := staticSets(o.Sets, cfg.Size)
@@ -179,7 +209,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 			SharesDevice: o.SharesDevice, Capabilities: devices, Log: log,
 		})
 		if err != nil {
-			return r.failed(err)
+			return r.failed(explainTimeout(ctx, err))
 		}
 		var stop func()
 		ctx, stop = r.session.Watch(ctx)

@@ -3,25 +3,41 @@ package rank
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math"
-	"strings"
+	"runtime"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/config"
 )
 
-// The cause of the end of Init by its time limit names the setting.
+// An error after the time limit of Init names the setting, once, and says if the host has more ranks than
+// cores.
 func TestStartTimeout(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := withStartTimeout(t.Context(), 30*time.Second)
-		defer cancel()
-		<-ctx.Done()
-		err := context.Cause(ctx)
-		if want := "Init must end within 30s: raise HOROVOD_GLOO_TIMEOUT_SECONDS"; !errors.Is(err,
-			context.DeadlineExceeded) || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %q", err, want)
-		}
-	})
+	cores := runtime.NumCPU()
+	for _, ranks := range []int{config.Unset, cores, cores + 1} {
+		synctest.Test(t, func(t *testing.T) {
+			cfg := &config.Config{StartTimeout: 30 * time.Second, LocalSize: ranks}
+			ctx, cancel := withStartTimeout(t.Context(), cfg)
+			defer cancel()
+			<-ctx.Done()
+			err := explainTimeout(ctx, fmt.Errorf("waiting for rank 1: %w", ctx.Err()))
+			want := "waiting for rank 1: context deadline exceeded: Init must end within 30s: raise HOROVOD_GLOO_TIMEOUT_SECONDS (hvdrun --start-timeout) if ranks start late"
+			if ranks > cores {
+				want += fmt.Sprintf(", as they may with %d ranks on %d cores of this host", ranks, cores)
+			}
+			if !errors.Is(err, context.DeadlineExceeded) || err.Error() != want {
+				t.Errorf("%d ranks: got %v, want %q", ranks, err, want)
+			}
+			for _, other := range []error{errors.New("another error"), context.Cause(ctx)} {
+				if got := explainTimeout(ctx, other); got != other {
+					t.Errorf("got %v, want %v", got, other)
+				}
+			}
+		})
+	}
 }
 
 func TestTimeoutOf(t *testing.T) {
