@@ -49,17 +49,8 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 		return err
 	}
 	master := net.JoinHostPort(dialed, strconv.Itoa(port))
-	client, err := c10d.Dial(ctx, master, c10d.Unknown)
+	text, err := e.readAtMaster(ctx, master)
 	if err != nil {
-		return fmt.Errorf("no connection to rank 0 at MASTER_ADDR and MASTER_PORT: %w", err)
-	}
-	text, err := e.atMasterStore(client).Get(ctx, masterPlace)
-	if err != nil {
-		return errors.Join(fmt.Errorf(
-			"rank 0 has published no address in the TCPStore at %s; if PyTorch serves this store, all ranks must call "+
-				"init_process_group and Init in the same order: %w", master, err), client.Close())
-	}
-	if err := client.Close(); err != nil {
 		return err
 	}
 	portText, word, _ := strings.Cut(string(text), ",")
@@ -72,6 +63,34 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	m.onMet(func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })
 	return e.dial(ctx, o, m, host, port)
+}
+
+// readAtMaster returns what rank 0 has published in the TCPStore at master. If the TCPStore ends before, it
+// was perhaps that of an earlier program of the same processes, so readAtMaster waits for the next one.
+func (e *Env) readAtMaster(ctx context.Context, master string) (text []byte, err error) {
+	var wait dial.Backoff
+	var ended error // why the last TCPStore has been lost
+	for {
+		client, err := c10d.Dial(ctx, master, c10d.Unknown)
+		if err != nil {
+			err = fmt.Errorf("no connection to rank 0 at MASTER_ADDR and MASTER_PORT: %w", err)
+			if ended != nil {
+				err = fmt.Errorf("%w (after this: %w)", err, ended)
+			}
+			return nil, err
+		}
+		text, err = e.atMasterStore(client).Get(ctx, masterPlace)
+		if err == nil {
+			return text, client.Close()
+		}
+		ended = errors.Join(fmt.Errorf(
+			"rank 0 has published no address in the TCPStore at %s; if PyTorch serves this store, all ranks must call "+
+				"init_process_group and Init in the same order: %w", master, err), client.Close())
+		if ctx.Err() != nil || !dial.MayRecover(err) {
+			return nil, ended
+		}
+		dial.Pause(ctx, wait.Next(), nil)
+	}
 }
 
 // atMasterStore returns a view of s, the TCPStore at MASTER_ADDR:MASTER_PORT. The view adds a prefix for this

@@ -832,6 +832,36 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
+// TestTorchOfAnEarlierProgram lets rank 1 find the TCPStore of an earlier program, which then ends. The ranks
+// must meet.
+func TestTorchOfAnEarlierProgram(t *testing.T) {
+	h := store.NewHashStore(store.Limits{})
+	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, port, _ := net.SplitHostPort(server.Addr())
+	ranks := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)
+	var met [2]*Place
+	var meeting sync.WaitGroup
+	meet := func(r int) {
+		var err error
+		if met[r], err = ranks[r].Meet(testnet.Context(t), MeetOptions{}); err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
+	}
+	meeting.Go(func() { meet(1) })
+	testnet.Eventually(t, "that rank 1 waits", func() bool { return h.Waits() == 1 })
+	if err := errors.Join(server.Close(), h.Close()); err != nil {
+		t.Error(err)
+	}
+	meet(0)
+	meeting.Wait()
+	if !t.Failed() {
+		closeBoth(t, met)
+	}
+}
+
 // TestMasterOutOfOrder runs rank 0 in Init while the other ranks are in PyTorch's init_process_group. Rank 0
 // must log why they wait.
 func TestMasterOutOfOrder(t *testing.T) {
