@@ -126,7 +126,7 @@ type Ready struct {
 	// Stop is set if nothing more will be granted. The caller must end all requests without a grant with the
 	// error of the shutdown.
 	Stop bool
-	// StopReason is the reason for the stop. It is empty if this rank has asked for the stop. StopRanks are
+	// StopReason is the reason for the stop. It is empty if all ranks have asked for the stop. StopRanks are
 	// the ranks whose shutdown is the reason.
 	StopReason string
 	StopRanks  []topo.Rank

@@ -555,6 +555,34 @@ func TestShutdownDeadline(t *testing.T) {
 	}
 }
 
+// If a rank that has no operations shuts down while another one waits for it, only the ranks that have not
+// left learn the verdict.
+func TestVerdictAboutALeaver(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			var told [3]bool
+			c := start(t, 3, func(cfg *engine.Config) {
+				cfg.Lockstep, cfg.OnVerdict = lockstep, func(*engine.PeerError) { told[cfg.Rank] = true }
+			})
+			waits := c.allreduce(0, "x", make([]byte, 8))
+			synctest.Wait()
+			if err := c.engines[1].Shutdown(c.ctx, engine.Departure{}); err != nil {
+				t.Errorf("the rank that has left: got error %v", err)
+			}
+			if got := c.failedRanks(0, c.wait(waits)); !slices.Equal(got, []int{1}) {
+				t.Errorf("got that ranks %v have failed, want rank 1", got)
+			}
+			<-c.engines[2].Over()
+			for _, e := range c.engines {
+				e.Close()
+			}
+			if told != [3]bool{true, false, true} {
+				t.Errorf("the verdict was reported at %v, want at ranks 0 and 2", told)
+			}
+		})
+	})
+}
+
 // Ranks shut down right after they have submitted operations. Every operation succeeds, fails with a
 // mismatch, or fails with ErrShutDown. An operation that fails with ErrShutDown at one rank does so at all
 // ranks. No rank that has left is reported as dead.

@@ -290,7 +290,14 @@ func (e *Engine) submit(from *processSet) {
 	clear(s.entries)
 }
 
-// stopFor is called when the job stops and this rank has not asked for the stop. It records the reason and
+// hasLeft reports whether this rank has announced its shutdown, and all its operations have ended. If the job
+// then stops for another reason, that does not concern this rank, which may as well have been closed before.
+func (e *Engine) hasLeft() bool {
+	busy := func(s *processSet) bool { return s.queue.Len() > 0 }
+	return e.announced && !slices.ContainsFunc(e.sets.all, busy)
+}
+
+// stopFor is called when the job stops and this rank has not left it. It records the reason and
 // returns it as an error. If ranks is not empty, the job stops because these ranks have shut down. Otherwise
 // it stops because a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {

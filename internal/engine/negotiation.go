@@ -144,7 +144,7 @@ func (e *Engine) memberReady() (sent bool) {
 		}
 	}
 	stop, reason := r.Stop, error(ErrShutDown)
-	if r.StopReason != "" {
+	if r.StopReason != "" && !e.hasLeft() {
 		reason = e.stopFor(r.StopRanks, r.StopReason)
 	}
 	e.member.Advance()
