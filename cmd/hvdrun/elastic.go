@@ -156,8 +156,9 @@ func (r *runner) elastic(flags *pflag.FlagSet, np int, hosts []launch.Host,
 	if flags.Changed("reset-limit") && e.resetLimit < 0 {
 		return nil, usagef("--reset-limit: got %d, want at least 0", e.resetLimit)
 	}
+	c.Fixed = e.discovery == ""
 	job := &launch.Elastic{Config: c}
-	if e.discovery == "" {
+	if c.Fixed {
 		slots := launch.Slots(hosts)
 		switch {
 		case hosts == nil:

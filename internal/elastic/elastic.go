@@ -139,6 +139,9 @@ type Config struct {
 	Spares int
 	// Timeout is how long the job waits for slots, at its start and when it pauses.
 	Timeout time.Duration
+	// Fixed says that the hosts do not change after the first call of Discovered, so that the job does not
+	// wait for slots that cannot come.
+	Fixed bool
 	// StartTimeout is how long the first process that is ready waits until all others that were started are
 	// ready too. After that, the first roster has only those that are ready, if there are enough. Settle is
 	// the same time for processes that are to be added to a job that trains, so that those that were started

@@ -533,6 +533,19 @@ func (m *Machine) usable() (slots []Slot) {
 	return slots
 }
 
+// lasting returns the number of slots at which a process runs or may be started at some time.
+func (m *Machine) lasting() (n int) {
+	for _, h := range m.hosts {
+		for i := range h.Slots {
+			s := Slot{h.Name, i}
+			if x := m.excluded[m.unit(s)]; !m.departed[s] && (x == nil || x.over || !x.until.IsZero()) {
+				n++
+			}
+		}
+	}
+	return n
+}
+
 // step decides what follows from all events so far.
 func (m *Machine) step() (out Output) {
 	over := m.ended && m.out.End == nil
@@ -727,6 +740,15 @@ func (m *Machine) pause(have int) {
 	first := m.roster == nil
 	if first && m.starting() > 0 && len(m.usable()) >= m.cfg.Min && !m.settled() {
 		m.waitsSince = time.Time{}
+		return
+	}
+	if n := m.lasting(); m.cfg.Fixed && n < m.cfg.Min {
+		why := "the training cannot start: "
+		if !first {
+			why = m.reason(nil) + "; "
+		}
+		m.end(fmt.Sprintf("%sprocesses may still run at %d slots of the hosts, which do not change, want at least %d", why, n,
+			m.cfg.Min), m.culprit)
 		return
 	}
 	if m.waitsSince.IsZero() {

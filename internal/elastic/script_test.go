@@ -21,7 +21,7 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print into tes
 // TestScripts runs the scripts testdata/*.txt. In a script, a line that begins with > is the output of the
 // line before, so the test fails if the machine answers anything else. The other lines are events, as in
 //
-//	config start=4 min=2 max=4 timeout=600s cooldown=10s-1h by=host resets=3
+//	config start=4 min=2 max=4 timeout=600s cooldown=10s-1h by=host resets=3 hosts=fixed
 //	discover h1:2 h2:2      the hosts and their slots
 //	ready h1:0 h1:1         processes are ready; "ready all" means all that were started
 //	synced                  all ranks of the newest roster have the state of the training
@@ -181,6 +181,8 @@ func (p *player) config(words []string) elastic.Config {
 			c.Answer = p.duration(value)
 		case "by":
 			c.ByHost = value == "host"
+		case "hosts":
+			c.Fixed = value == "fixed"
 		case "cooldown":
 			lo, hi, _ := strings.Cut(value, "-")
 			c.Cooldown = [2]time.Duration{p.duration(lo), p.duration(hi)}
