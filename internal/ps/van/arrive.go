@@ -33,7 +33,9 @@ func (v *Van) arrive(l *link, m *Message) error {
 		switch {
 		case v.sched == nil:
 		case m.Header.Request: // an answer says that the sender takes part in the job
+			v.sched.telling.Lock()
 			entry{l, m.Header.CustomerId, c.Barrier}.answer("", nil)
+			v.sched.telling.Unlock()
 		default:
 			l.heartbeat()
 		}

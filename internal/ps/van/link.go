@@ -792,6 +792,9 @@ func (l *link) fail(err error) {
 	l.hasRoom()
 	close(l.done)
 	l.mu.Unlock()
+	if l.van.sched != nil {
+		l.van.sched.dropEntries(l)
+	}
 	if l.conn != nil {
 		l.conn.Close()
 	}

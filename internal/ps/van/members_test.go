@@ -304,6 +304,25 @@ func TestDeclaredDead(t *testing.T) {
 	}
 }
 
+// TestReasonOfADeclaredDeath checks that a server knows why the scheduler has declared a worker dead when the
+// worker ends its connection, however long the scheduler takes to tell its handler.
+func TestReasonOfADeclaredDeath(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	scheduler, server := nodes[SchedulerID], nodes[8]
+	lost := make(chan struct{})
+	defer close(lost)
+	scheduler.mu.Lock()
+	scheduler.blaming = func() { <-lost }
+	scheduler.mu.Unlock()
+	l, err := scheduler.link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	scheduler.sched.declareDead(l, errors.New("a test says so"))
+	server.until(t, "the server has lost the worker", func() bool { return server.lost[9] != nil })
+	testnet.WantError(t, server.lossOf(9), "worker 0 is gone: a test says so")
+}
+
 // TestBlameAfterReturn checks that a request to a server whose place another process has taken does not keep
 // a node from blaming the next one.
 func TestBlameAfterReturn(t *testing.T) {

@@ -34,7 +34,8 @@ func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
 }
 
 // declareDead ends the link with a process because of err. It tells the process first, because the process
-// may be alive, for example if it was stopped.
+// may be alive, for example if it was stopped. Then it tells the others, so that they know the reason when
+// the process ends its connections with them.
 func (s *scheduler) declareDead(l *link, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -44,16 +45,23 @@ func (s *scheduler) declareDead(l *link, err error) {
 	l.aborted = err
 	s.van.wg.Go(func() {
 		defer l.conn.Close()
-		// The time limit also ends a write in progress. Without a message the process does not learn the
-		// reason.
-		_ = l.conn.SetWriteDeadline(time.Now().Add(verdictTime))
-		l.writing.Lock()
-		defer l.writing.Unlock()
-		if l.writer.err == nil && len(l.writer.rest) == 0 {
-			_ = writeMessage(l.conn, controlMessage(&pspb.Control{Command: pspb.Command_LOST,
-				Nodes: s.van.members.dead(l.process, err)}))
-		}
+		s.telling.Lock()
+		defer s.telling.Unlock()
+		dead := s.van.members.dead(l.process, err)
+		l.tellDeath(dead)
+		s.broadcast(pspb.Command_LOST, dead)
 	})
+}
+
+// tellDeath tells the peer that its process, which has the given nodes, was declared dead.
+func (l *link) tellDeath(dead []*pspb.Node) {
+	// The time limit also ends a write in progress. Without a message the process does not learn the reason.
+	_ = l.conn.SetWriteDeadline(time.Now().Add(verdictTime))
+	l.writing.Lock()
+	defer l.writing.Unlock()
+	if l.writer.err == nil && len(l.writer.rest) == 0 {
+		_ = writeMessage(l.conn, controlMessage(&pspb.Control{Command: pspb.Command_LOST, Nodes: dead}))
+	}
 }
 
 // replace gives a process the place of one that has ended. If there is none, it waits until all processes

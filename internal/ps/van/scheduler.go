@@ -24,6 +24,9 @@ import (
 type scheduler struct {
 	van      *Van
 	complete chan struct{} // closed when started or err is set
+	// telling is held while the nodes are told that one of them was declared dead. A node whose connection
+	// with that one ends asks the scheduler (link.confirm) and gets the answer only after the reason.
+	telling sync.Mutex
 
 	mu       sync.Mutex
 	nodes    []*pspb.Node // registered nodes, in the order of registration
@@ -433,6 +436,17 @@ func (e entry) answer(text string, gone *pspb.Node) {
 	}
 	m.Header.CustomerId, m.Header.Error = e.customer, text
 	_ = e.link.reply(m) // an error means that the node has gone
+}
+
+// dropEntries removes the nodes of a process whose link has ended from all barriers. It is called before the
+// connection is closed, so that a barrier that another node enters after the process has left fails.
+func (s *scheduler) dropEntries(l *link) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for group, barrier := range s.barriers {
+		maps.DeleteFunc(barrier, func(_ int, e entry) bool { return e.link == l })
+		s.waitFor(group, s.missing(group))
+	}
 }
 
 // lost handles the end of the link with the process of the given nodes. Barriers of groups that have one of
