@@ -229,12 +229,7 @@ func (l *liveJob) records(w http.ResponseWriter, req *http.Request) {
 		defer cancel()
 		answers, _, _ = l.reports.ranks.Ask(ctx, question, of...) // an error means that the job is over
 	}
-	text, err := live.EncodeAnswers(answers)
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
-	}
-	_, _ = w.Write(text) // fails only if the reader is gone
+	_, _ = w.Write(live.EncodeAnswers(answers)) // fails only if the reader is gone
 }
 
 // stream sends a state at once and after each interval, and the last one when the job has ended.

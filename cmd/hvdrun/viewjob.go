@@ -178,7 +178,7 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 // rank that sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's
 // processors that may take: one of so many.
 const (
-	recordTime  = 3 * time.Microsecond
+	recordTime  = time.Microsecond
 	shareOfHost = 100
 )
 

@@ -120,17 +120,40 @@ func NewRank(s *analysis.Snapshot, st *trace.Stats) *Rank {
 	return r
 }
 
-// Encode returns the state as a rank sends it to the launcher.
-func (r *Rank) Encode() ([]byte, error) { return json.Marshal(r) }
+// Encode returns the state as a rank sends it to the launcher: as JSON, and after it the records of the
+// snapshot in the encoding of Records.
+func (r *Rank) Encode() ([]byte, error) {
+	head, snapshot := *r, *r.Snapshot
+	snapshot.Pending, snapshot.Operations, head.Snapshot = nil, nil, &snapshot
+	text, err := json.Marshal(&head)
+	if err != nil {
+		return nil, fmt.Errorf("encode the state of a rank: %w", err)
+	}
+	c := newEncoder()
+	c.size(len(text), 1)
+	c.b = append(c.b, text...)
+	c.state(r.Snapshot)
+	return c.b, nil
+}
 
 // DecodeRank decodes the result of Encode.
 func DecodeRank(text []byte) (*Rank, error) {
-	r := new(Rank)
-	if err := json.Unmarshal(text, r); err != nil {
-		return nil, fmt.Errorf("malformed state of a rank: %w", err)
+	r, c := new(Rank), newDecoder(text)
+	n := c.size(0, 1)
+	head := text[c.at : c.at+n]
+	c.at += n
+	if c.err == nil {
+		c.err = json.Unmarshal(head, r)
 	}
-	if r.Snapshot == nil {
-		return nil, fmt.Errorf("malformed state of a rank: it has no snapshot")
+	if c.err == nil && r.Snapshot == nil {
+		c.fail("it has no snapshot")
+	}
+	if c.err == nil {
+		r.Snapshot.Pending, r.Snapshot.Operations = nil, nil
+		c.state(r.Snapshot)
+	}
+	if err := c.end(); err != nil {
+		return nil, fmt.Errorf("malformed state of a rank: %w", err)
 	}
 	return r, nil
 }

@@ -282,12 +282,7 @@ func (r *Watch) records(question string) []byte {
 	for id, ranks := range r.cfg.Sets() {
 		recorded.Sets = append(recorded.Sets, live.Set{ID: id, Ranks: ranks})
 	}
-	text, err := recorded.Encode()
-	if err != nil {
-		r.cfg.Log.Warn("encoding the operations for the launcher failed", zap.Error(err))
-		return nil
-	}
-	return text
+	return recorded.Encode()
 }
 
 // endRecording ends the recording into a recorder. Its timer may call this again while a later recorder is in

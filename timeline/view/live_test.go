@@ -54,15 +54,9 @@ func (j testJob) records(t *testing.T, ranks ...int) (all map[int]*live.Records,
 	}
 	answers := make(map[int][]byte) // as the ranks send them
 	for rank, r := range all {
-		if answers[rank], err = r.Encode(); err != nil {
-			t.Fatal(err)
-		}
+		answers[rank] = r.Encode()
 	}
-	text, err := live.EncodeAnswers(answers)
-	if err == nil {
-		all, err = live.DecodeRecords(text)
-	}
-	if err != nil {
+	if all, err = live.DecodeRecords(live.EncodeAnswers(answers)); err != nil {
 		t.Fatal(err)
 	}
 	return all, want
