@@ -65,7 +65,7 @@ type stream struct {
 	more     func() ([]item, bool)
 	batch    []item        // what more returned last
 	items    []item        // the rest of it
-	used     chan []item   // batches whose memory can be used again; nil if that is not done
+	used     chan []item   // batches whose memory can be used again
 	frontier time.Duration // the end of the last operation that next returned
 	failed   error         // the error that ended reading, once more has returned false
 }
@@ -175,7 +175,8 @@ func (s *stream) emptied() []item {
 	select {
 	case batch := <-s.used:
 		for _, i := range batch {
-			if i.op != nil && cap(i.op.Records) <= aheadOf { // larger ones are rare, and would stay
+			// In files larger ones are rare, and would stay.
+			if i.op != nil && (s.files.segments[0].path == "" || cap(i.op.Records) <= aheadOf) {
 				s.free = append(s.free, i.op)
 			}
 		}
@@ -280,7 +281,7 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 		if j.running {
 			next, stop := iter.Pull(s.batches)
 			defer stop()
-			s.more = next
+			s.more, s.used = next, make(chan []item, 1)
 		} else {
 			s.readAhead(&reading, done)
 		}

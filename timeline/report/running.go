@@ -66,27 +66,33 @@ func notSubmitted(n trace.Record) bool { return n.Submitted == 0 }
 // ofEntry returns the operation of an entry with times on rank 0's clock. All its tensors have the same
 // arrivals.
 func (r *rankReader) ofEntry(e *live.Entry) *operation {
-	op := e.Operation
-	convert := func(times ...*time.Duration) {
-		for _, t := range times {
-			if *t != 0 {
-				*t = r.reference(stamp(*t))
-			}
+	op, o := e.Operation, r.fresh()
+	o.fused = int64(len(op.Records))
+	o.Records, o.Activities = append(o.Records[:0], op.Records...), append(o.Activities, op.Activities...)
+	o.Arrivals = append(o.Arrivals[:0], e.Arrivals...)
+	convert := func(t *time.Duration) {
+		if *t != 0 {
+			*t = r.reference(stamp(*t))
 		}
 	}
-	o := &operation{fused: int64(len(op.Records)), Operation: trace.Operation{
-		Records: slices.Clone(op.Records), Activities: slices.Clone(op.Activities),
-		Arrivals: slices.Repeat(e.Arrivals, len(op.Records))}}
 	for i := range o.Records {
 		n := &o.Records[i]
 		n.Name, n.Error, n.Peer = clip(n.Name), clip(n.Error), max(n.Peer, topo.Rank(-1))
-		convert(&n.Submitted, &n.Sent, &n.Granted, &n.Begun, &n.Ended)
+		convert(&n.Submitted)
+		convert(&n.Sent)
+		convert(&n.Granted)
+		convert(&n.Begun)
+		convert(&n.Ended)
 	}
 	for i := range o.Activities {
-		convert(&o.Activities[i].Begun, &o.Activities[i].End)
+		convert(&o.Activities[i].Begun)
+		convert(&o.Activities[i].End)
 	}
 	for i := range o.Arrivals {
 		convert(&o.Arrivals[i])
+	}
+	for range len(o.Records) - 1 {
+		o.Arrivals = append(o.Arrivals, o.Arrivals[:len(e.Arrivals)]...)
 	}
 	return o
 }

@@ -138,7 +138,7 @@ func bundle(files map[string]string) string {
 // exportData returns the data of an exported page as a JSON object: a text in base64 for each address.
 func exportData(source Source) (string, error) {
 	all := make(map[string]string)
-	size := 0
+	size, z := 0, newWriter()
 	add := func(name string, pairs ...string) error {
 		q := url.Values{}
 		for i := 0; i < len(pairs); i += 2 {
@@ -152,7 +152,7 @@ func exportData(source Source) (string, error) {
 		if len(q) > 0 {
 			key += "?" + q.Encode()
 		}
-		all[key] = base64.StdEncoding.EncodeToString(pack(body))
+		all[key] = base64.StdEncoding.EncodeToString(pack(z, body))
 		size += len(all[key])
 		return nil
 	}

@@ -154,7 +154,7 @@ func Read(job *report.Job, o report.Options, title string) (*Run, error) {
 	}
 	d.Pending, d.Spans = nil, nil
 	for rank, l := range v.lanes {
-		l.finish(waits[rank])
+		l.finish(waits[rank], len(v.names))
 	}
 	if v.leftOut > 0 {
 		r.Problems = append(r.Problems, fmt.Sprintf("the timeline on this page lacks %d operations, because it has room for only %d MiB; the report includes them",
@@ -208,8 +208,9 @@ func (v *Run) name(name string) int32 {
 	return id
 }
 
-// finish sorts the operations and adds how long the rank waited in each of them.
-func (l *lane) finish(waits []report.Wait) {
+// finish sorts the operations and adds how long the rank waited in each of them. names is the number of names
+// of all ranks.
+func (l *lane) finish(waits []report.Wait, names int) {
 	order := func(a, b, c, d time.Duration) int { return cmp.Or(cmp.Compare(a, b), cmp.Compare(c, d)) }
 	slices.SortFunc(waits, func(a, b report.Wait) int { return order(a.From, b.From, a.Granted, b.Granted) })
 	slices.SortStableFunc(l.ops, func(a, b op) int { return order(a.last, b.last, a.granted, b.granted) })
@@ -231,7 +232,7 @@ func (l *lane) finish(waits []report.Wait) {
 		}
 		l.spanEnds = append(l.spanEnds, last)
 	}
-	latest, seen := time.Duration(0), make(map[int32]bool)
+	latest, seen := time.Duration(0), make([]bool, names)
 	for i := range l.ops {
 		o := &l.ops[i]
 		if i == 0 || o.ended > latest {

@@ -52,7 +52,9 @@ type Server struct {
 	files  map[string][]byte
 	cookie string
 	id     string // differs between servers, so that a browser does not mix up their answers
-	work   chan struct{}
+	// work has a writer for each answer that may be made at a time. Writers take a megabyte each, so they are
+	// used again.
+	work chan *gzip.Writer
 
 	mu     sync.Mutex
 	token  string // empty after its first use
@@ -76,8 +78,11 @@ type answer struct {
 func NewServer(source Source, addr string) *Server {
 	host, port, _ := net.SplitHostPort(addr)
 	s := &Server{source: source, host: host, port: port, files: make(map[string][]byte), cookie: rand.Text(),
-		id: rand.Text()[:8], work: make(chan struct{}, 2), token: rand.Text(),
+		id: rand.Text()[:8], work: make(chan *gzip.Writer, 2), token: rand.Text(),
 		cached: make(map[string]*answer), maxBytes: maxCached}
+	for range cap(s.work) {
+		s.work <- newWriter()
+	}
 	entries, err := page.ReadDir("page")
 	if err != nil {
 		panic("view: " + err.Error()) // the folder is built into the program
@@ -307,10 +312,10 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 // compute makes an answer. Only a few are made at a time. The answer stays in the cache if it is no error and
 // the cache has room.
 func (s *Server) compute(key string, a *answer, r *http.Request, source Source, run string) {
-	s.work <- struct{}{}
+	z := <-s.work
 	a.err = errors.New("the server has failed") // after a panic, which net/http logs
 	defer func() {
-		<-s.work
+		s.work <- z
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		close(a.done)
@@ -331,14 +336,20 @@ func (s *Server) compute(key string, a *answer, r *http.Request, source Source, 
 		}
 	}()
 	body, kind, err := answerTo(source, run, path.Base(r.URL.Path), r.URL.Query())
-	a.body, a.kind, a.err = pack(body), kind, err
+	a.body, a.kind, a.err = pack(z, body), kind, err
+}
+
+// newWriter returns a writer for pack.
+func newWriter() *gzip.Writer {
+	z, _ := gzip.NewWriterLevel(nil, gzip.BestSpeed) // the error is that of a wrong level
+	return z
 }
 
 // pack compresses a text by gzip.
-func pack(body []byte) []byte {
+func pack(z *gzip.Writer, body []byte) []byte {
 	var b bytes.Buffer
-	z, _ := gzip.NewWriterLevel(&b, gzip.BestSpeed) // the error is that of a wrong level
-	_, _ = z.Write(body)                            // a bytes.Buffer returns no error
+	z.Reset(&b)
+	_, _ = z.Write(body) // a bytes.Buffer returns no error
 	_ = z.Close()
 	return b.Bytes()
 }
