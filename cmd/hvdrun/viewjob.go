@@ -21,7 +21,7 @@ import (
 
 // viewInterval is the time between two states of the page. With it, the page mostly shows an operation less
 // than a second after its end.
-const viewInterval = 400 * time.Millisecond
+const viewInterval = 500 * time.Millisecond
 
 // isJob reports whether the arguments of hvdrun view name a running job: there are none, or the only one is a
 // number and no file.
