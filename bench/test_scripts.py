@@ -226,9 +226,25 @@ class Tables(unittest.TestCase):
         text = "\n".join(watch_cost.table(r, list(watch_cost.WAYS)))
         self.check(text, ["none: 1.05 ms a step (1.00 to 1.10)", "metrics          median +10.00 %", "+10.00 to +10.00 %, 2 rounds"], ["none: 1.00 ms a step"])
         self.assertEqual(text.count("median"), 1)  # one round has no interval
-        reads = iter([(161.0, 10.0), (483.0, 10.5)])
-        with unittest.mock.patch.object(watch_cost, "tensors", lambda: next(reads)):
-            self.assertAlmostEqual(watch_cost.window(0), 250_000)  # two steps in half a second
+        reads, times = iter([(161.0, 10.0), (483.0, 10.5)]), iter([100, 200, 110, 600])
+        with unittest.mock.patch.multiple(watch_cost, tensors=lambda: next(reads), used=lambda _: next(times)):
+            w = watch_cost.window(0, [1, 2])  # two steps in half a second
+        self.assertEqual((round(w.us), w.hvdrun, w.job, round(w.step)), (250_000, 20, 820, 205))
+        rounds = [{"none": watch_cost.Window(1e6, 10 + n, 1000), "none again": watch_cost.Window(1e6, 10 + n, 990),
+                   "viewer": watch_cost.Window(1e6, 50 + n, 1030)} for n in range(3)]
+        text = "\n".join(watch_cost.processor_times(rounds, 2))
+        for line in ("none             median    11.00 (10.00 to 12.00)\n",
+                     "viewer           median    51.00 (50.00 to 52.00)   +2.00 % of 2 cores, 95 % interval +2.00 to +2.00 %",
+                     "none again       median   990.00 (990.00 to 990.00)   -0.50 % of 2 cores",
+                     "viewer           median  1030.00 (1030.00 to 1030.00)   +3.00 % of a step"):
+            self.assertIn(line, text)
+        child = subprocess.Popen(["sleep", "60"])
+        try:
+            self.assertIn(child.pid, watch_cost.family(os.getpid()))
+            self.assertGreater(watch_cost.used(os.getpid()), 0)
+        finally:
+            child.kill()
+            child.wait()
 
 
 class Report(Folder):

@@ -1,27 +1,36 @@
 #!/usr/bin/env python3
-"""Measures the cost of the timeline, the metrics, the flight recorder, the page of a running job and the negotiation,
-in steps over ResNet-50's gradients. Steps with one of the first four, and steps of the backend without negotiation, are
-compared with steps with none of them.
+"""Measures the cost of the timeline, the metrics, the flight recorder, the negotiation and the page of a running job,
+in steps over ResNet-50's gradients.
 
     bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS [WAY ...]]]]
-    bench/watch-cost.py within [ROUNDS [SECONDS [RANKS]]]      the page only, switched on and off within one job
+    bench/watch-cost.py within [ROUNDS [SECONDS [RANKS]]]      the page, switched on and off within one job
 
-In each round hvdbench runs once in each WAY, by default in all of them, in random order, and each run is a job of its own. The time of a run is
-the median of its steps. In each round, it is divided by the time of the run with none of the three, if the state of the
-cores was the same (cores.py). For each state and way, the script prints the median of these ratios over the rounds, and
-the 95 % confidence interval of their mean (Student's t on logarithms). In the runs with metrics, the metrics of all ranks
-are read twice a second. In the runs with a viewer, hvdrun serves the page (--view) and the script follows the job as an
-open page does: it reads the stream of states, and the report and the pictures of each new one.
+In each round of the first form hvdbench runs once in each WAY, by default in all of them, in random order, and each run
+is a job of its own. The time of a run is the median of its steps. In each round, it is divided by the time of the run
+with no observation, if the state of the cores was the same (cores.py). For each state and way, the script prints the
+median of these ratios over the rounds, and the 95 % confidence interval of their mean (Student's t on logarithms). In
+the runs with metrics, the metrics of all ranks are read twice a second.
 
-The times of whole jobs differ by some percent also without a page ("none again"). So with the word within, one job runs
-all the time. In each round the time of a step is measured for SECONDS in each of three windows: with a page, without
-one, and without one again, in random order. It is the length of the window divided by the number of tensors that rank 0
-has reduced in it, which its metrics have, times 161. A window without a page begins when the ranks do not record any
-more, up to 13 s after the last page has gone. 20 rounds of 12 s take about 20 minutes.
+The times of whole jobs differ by some percent also without observation ("none again"). So with the word within, one job
+runs all the time, and in each round the script measures for SECONDS in each of three windows: while a page follows the
+job, while none does, and while none does again, in random order. It follows the job as an open page does: it reads the
+stream of states, and the report and the pictures of each new one. A window without a page begins when the ranks do not
+record any more, up to 13 s after the last page has gone. 20 rounds of 12 s take about 20 minutes. The script prints
+
+  - the processor time of hvdrun, which serves the page, and of all processes of the job, which do not include the
+    browser: for each window the median and the range over the rounds, and by how much it is more than in the window
+    "none" of its round, as the mean of the differences with its 95 % confidence interval. Here the state of the cores
+    does not matter.
+  - the time of a step, in the form of the table above. It is the length of the window divided by the number of tensors
+    that rank 0 has reduced in it, which its metrics have, times 161.
+
+If the ranks take all processors, processor time of hvdrun makes a step longer by the same part.
 """
 
+import contextlib
 import csv
-import http.cookiejar
+import gzip
+import http.client
 import json
 import math
 import os
@@ -34,7 +43,9 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
+from typing import NamedTuple
 
 import cores
 
@@ -45,7 +56,6 @@ WAYS = {
     "timeline": NONE | {"HOROVOD_TIMELINE": "t.json"},
     "metrics": NONE,
     "flight recorder": {},
-    "viewer": NONE,
     "backend only": NONE,
 }
 PORT = 19100
@@ -65,46 +75,46 @@ def scrape(ended):
     return times
 
 
-def enter(errors):
-    """Opens the page of a job. errors is hvdrun's standard error, which has its address. Returns the address without the
-    token, and an opener that has access.
+class Page:
+    """An open page of a job: it requests what the page in a browser does, by connections that it keeps. errors is
+    hvdrun's standard error, which has the address.
     """
-    address = next((m[1] for line in errors if (m := re.match(r"open (http://\S+)", line))), None)
-    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
-    opener.open(address, timeout=10).close()
-    return address.partition("?")[0], opener
+
+    def __init__(self, errors):
+        address = next(m[1] for line in errors if (m := re.match(r"open (http://\S+)", line)))
+        self.at = urllib.parse.urlsplit(address)
+        self.headers = {"Accept-Encoding": "gzip"}
+        with self.connect() as connection, self.get(connection, f"/?{self.at.query}") as answer:
+            self.headers["Cookie"] = answer.headers["Set-Cookie"].partition(";")[0]
+
+    def connect(self):
+        return contextlib.closing(http.client.HTTPConnection(self.at.netloc, timeout=10))
+
+    def get(self, connection, path):
+        connection.request("GET", path, headers=self.headers)
+        return connection.getresponse()
+
+    def follow(self, seen, ended):
+        """Follows the job until the event ended is set. The number of operations in each report goes to the list seen."""
+        last = None
+        with self.connect() as stream, self.connect() as data, self.get(stream, "/live") as states:
+            for line in states:
+                if ended.is_set():
+                    return
+                if not line.startswith(b"data: "):
+                    continue
+                name = json.loads(line[6:])["run"]
+                for part in PARTS if name != last else ():
+                    with self.get(data, f"/data/{part}run={name}") as answer:
+                        body = answer.read()
+                        if answer.status == 200 and part == "report?":
+                            seen.append(json.loads(gzip.decompress(body))["operations"])
+                last = name
 
 
-def follow(base, opener, seen, ended):
-    """Follows a job as its page does until the event ended is set. The number of operations in each report goes to the
-    list seen.
-    """
-    last = None
-    with opener.open(base + "live", timeout=10) as states:
-        for line in states:
-            if ended.is_set():
-                return
-            if not line.startswith(b"data: "):
-                continue
-            name = json.loads(line[6:])["run"]
-            for part in ("report?", "grid?name=held&") if name != last else ():
-                with opener.open(f"{base}data/{part}run={name}", timeout=10) as answer:
-                    body = answer.read()
-                if part == "report?":
-                    seen.append(json.loads(body)["operations"])
-            last = name
-
-
-def look(errors, seen):
-    """Follows a job as its page does until the job ends."""
-    try:
-        follow(*enter(errors), seen, threading.Event())
-    except (OSError, AttributeError):
-        pass  # the job has ended, and its page with it
-    for _ in errors:
-        pass
-
-
+# PARTS are the data of a state that the page shows while it follows a job.
+PARTS = ("info?", "report?", "grid?name=caused&", "grid?name=waits&", "window?", "tile?rows=ranks&level=1&index=0&",
+         "tile?rows=ranks&level=1&index=1&")
 REST = 14  # the seconds after which the ranks do not record any more, when the last page has gone
 GRADIENTS = 161  # of ResNet-50
 
@@ -116,86 +126,131 @@ def tensors():
     return sum(float(n) for n in re.findall(r'^hvd_collective_tensors_total\{.*rank="0".*\} (\S+)$', text, re.MULTILINE)), time.monotonic()
 
 
-def window(seconds):
-    """Returns the time of a step in the next seconds, in us."""
+class Window(NamedTuple):
+    """What was measured in a window. The processor times are in ms a second."""
+
+    us: float  # of a step
+    hvdrun: float
+    job: float  # all processes, with hvdrun
+
+    @property
+    def step(self):
+        """The processor time of all processes in a step, in ms."""
+        return self.job * self.us / 1e6
+
+
+def family(pid):
+    """Returns the number of a process and those of all processes that it has started."""
+    found = [pid]
+    for at in found:
+        for task in os.listdir(f"/proc/{at}/task"):
+            with open(f"/proc/{at}/task/{task}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def used(pid):
+    """Returns the processor time of a process, in ms."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
+def window(seconds, processes):
+    """Measures a job for a time. hvdrun is the first of its processes."""
     before, begun = tensors()
+    times = [used(p) for p in processes]
     time.sleep(seconds)
     after, ended = tensors()
-    return (ended - begun) / (after - before) * GRADIENTS * 1e6
+    times = [(used(p) - t) / (ended - begun) for p, t in zip(processes, times)]
+    return Window((ended - begun) / (after - before) * GRADIENTS * 1e6, times[0], sum(times))
+
+
+WINDOWS = ["none", "none again", "viewer"]
 
 
 def within(rounds, seconds, ranks):
-    """Measures steps of one job with and without a page that follows it. Returns the results."""
+    """Measures one job with and without a page that follows it. Returns the times of a step, and for each round the
+    windows by their names.
+    """
     with tempfile.TemporaryDirectory() as programs:
         subprocess.run(["go", "build", "-o", programs + "/", "./cmd/hvdrun", "./cmd/hvdbench"], cwd=cores.ROOT, check=True)
         command = [programs + "/hvdrun", "-np", str(ranks), "--view", "--metrics-addr", f"127.0.0.1:{PORT}",
                    programs + "/hvdbench", "--workload", "resnet50", "-n", "1000000", "-w", "10", "--format", "csv"]
-        with subprocess.Popen(command, env=os.environ | NONE | {"XDG_RUNTIME_DIR": programs}, stdout=subprocess.DEVNULL,
+        with subprocess.Popen(command, env=os.environ | {"XDG_RUNTIME_DIR": programs}, stdout=subprocess.DEVNULL,
                               stderr=subprocess.PIPE, text=True) as job:
             try:
-                base, opener = enter(job.stderr)
+                page = Page(job.stderr)
                 while tensors()[0] < 20 * GRADIENTS:
                     time.sleep(0.5)
-                watch, gone = cores.Watch(), -math.inf
+                processes = family(job.pid)
+                watch, gone, all_windows = cores.Watch(), -math.inf, []
                 for n in range(rounds):
-                    for way in random.sample(["viewer", "none", "none again"], 3):
+                    all_windows.append({})
+                    for way in random.sample(WINDOWS, 3):
                         if way == "viewer":
                             seen, ended = [], threading.Event()
-                            page = threading.Thread(target=follow, args=(base, opener, seen, ended))
-                            page.start()
+                            follower = threading.Thread(target=page.follow, args=(seen, ended))
+                            follower.start()
                             time.sleep(2)
                         else:
                             time.sleep(max(gone + REST - time.monotonic(), 0))
-                        us, state = watch.run(lambda: window(seconds))
-                        watch.add(state, n, {way: us})
+                        measured, state = watch.run(lambda: window(seconds, processes))
+                        all_windows[n][way] = measured
+                        watch.add(state, n, {way: measured.us})
                         if way == "viewer":
                             ended.set()
-                            page.join()
+                            follower.join()
                             gone = time.monotonic()
-                            if len(seen) < 2:
+                            if len(seen) < 2 or not any(seen):
                                 sys.exit(f"watch-cost: the page has shown no operation: {seen}")
                     print(f"\rround {n + 1} of {rounds}", end="", file=sys.stderr, flush=True)
                 print(file=sys.stderr)
-                return watch
+                return watch, all_windows
             finally:
                 job.send_signal(signal.SIGINT)
                 threading.Thread(target=job.stderr.read).start()  # so that hvdrun can write its last lines
 
 
+def processor_times(rounds, num_cores):
+    """Yields the lines with the processor times of all rounds."""
+    for what, unit, value, relative in (
+            ("hvdrun", "ms a second", lambda w: w.hvdrun, f"of {cores.plural(num_cores, 'core')}"),
+            ("all processes of the job", "ms a second", lambda w: w.job, f"of {cores.plural(num_cores, 'core')}"),
+            ("all processes of the job", "ms a step", lambda w: w.step, "of a step")):
+        yield f"processor time of {what}, {unit}"
+        whole = statistics.fmean(value(r["none"]) for r in rounds) if relative == "of a step" else num_cores * 1000
+        for way in WINDOWS:
+            values = [value(r[way]) for r in rounds]
+            line = f"{way:16} median {statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})"
+            if way != "none" and len(rounds) > 1:
+                more = [100 * (value(r[way]) - value(r["none"])) / whole for r in rounds]
+                mean, half = statistics.fmean(more), half_interval(more)
+                line += f"   {mean:+.2f} % {relative}, 95 % interval {mean - half:+.2f} to {mean + half:+.2f} %"
+            yield line
+
+
 def run(way, programs, iterations, ranks):
     with tempfile.TemporaryDirectory() as folder:
         command = [os.path.join(programs, "hvdrun"), "-np", str(ranks), "--tag-output=false"]
-        if way == "viewer":
-            command.append("--view")
         if way == "metrics":
             command += ["--metrics-addr", f"127.0.0.1:{PORT}"]
         command += [os.path.join(programs, "hvdbench"), "--workload", "resnet50", "-n", str(iterations), "-w", "10", "--format", "csv"]
         if way == "backend only":
             command.append("--raw")
-        ended, scraped, seen = threading.Event(), [], []
+        ended, scraped = threading.Event(), []
         scraper = threading.Thread(target=lambda: scraped.append(scrape(ended)))
         if way == "metrics":
             scraper.start()
         try:
-            with subprocess.Popen(command, cwd=folder, env=os.environ | WAYS[way] | {"XDG_RUNTIME_DIR": folder}, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True) as job:
-                if way == "viewer":
-                    looker = threading.Thread(target=look, args=(job.stderr, seen))
-                    looker.start()
-                    out = job.stdout.read()
-                    looker.join()
-                else:
-                    out, _ = job.communicate(timeout=300)
-            if job.returncode:
-                sys.exit(f"watch-cost: {way}: hvdrun ended with status {job.returncode}")
+            out = subprocess.run(command, cwd=folder, env=os.environ | WAYS[way] | {"XDG_RUNTIME_DIR": folder},
+                                 stdout=subprocess.PIPE, text=True, timeout=300, check=True).stdout
         finally:
             ended.set()
             if way == "metrics":
                 scraper.join()
         if way == "metrics" and not scraped[0]:
             sys.exit("watch-cost: the metrics could not be read")
-        if way == "viewer" and not any(seen):
-            sys.exit(f"watch-cost: the page has shown no operation: {seen}")
         if way == "timeline" and len(os.listdir(folder)) != ranks:
             sys.exit(f"watch-cost: the timelines are {os.listdir(folder)}")
         rows = csv.DictReader(line for line in out.splitlines() if not line.startswith("#"))
@@ -206,6 +261,11 @@ def t_quantile(df):
     """Returns the 97.5 % quantile of Student's t distribution (Cornish and Fisher's expansion)."""
     z = 1.959964
     return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+
+
+def half_interval(values):
+    """Returns half the width of the 95 % confidence interval of a mean."""
+    return t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def table(results, ways):
@@ -221,7 +281,7 @@ def table(results, ways):
             if way == "none" or len(logs) < 2:
                 continue
             mean = statistics.fmean(logs)
-            half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+            half = half_interval(logs)
             yield (f"{way:16} median {100 * (math.exp(statistics.median(logs)) - 1):+6.2f} %   95 % interval "
                    f"{100 * (math.exp(mean - half) - 1):+6.2f} to {100 * (math.exp(mean + half) - 1):+6.2f} %, {len(logs)} rounds")
 
@@ -230,9 +290,9 @@ def main():
     given = sys.argv[1:]
     if given[:1] == ["within"]:
         rounds, seconds, ranks = (int(a) for a in (given[1:4] + ["20", "12", "2"][len(given[1:4]):]))
-        watch = within(rounds, seconds, ranks)
+        watch, windows = within(rounds, seconds, ranks)
         print(f"{ranks} ranks, one job, {rounds} rounds of three windows of {seconds} s")
-        print(*table(watch, ["none", "none again", "viewer"]), sep="\n")
+        print(*processor_times(windows, len(os.sched_getaffinity(0))), *table(watch, WINDOWS), sep="\n")
         return
     rounds, iterations, ranks = (int(a) for a in (given[:3] + ["30", "60", "2"][len(given[:3]):]))
     ways = ["none"] + [w for w in given[3:] or WAYS if w != "none"]
