@@ -29,8 +29,8 @@ const (
 	// The training of BenchmarkView reduces small tensors in each step, in every fourth step also one with a
 	// name of its own. It does so watchedOperations times, and then a rank is late watchedStalls times.
 	watchedEvery      = 4
-	watchedOperations = 40
-	watchedStalls     = 5
+	watchedOperations = 20
+	watchedStalls     = 4
 	// The processes reduce as many tensors as ResNet-50 has. The ranks of one process share its few
 	// processors, and reduce fewer.
 	tensorsOfProcess, tensorsOfHerd = 161, 8
