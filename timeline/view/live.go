@@ -34,11 +34,11 @@ const (
 	maxStreams = 4
 	// shareOfHost limits the time that the analysis takes: one of so many parts of the time of the host's
 	// processors, and at most a tenth of one processor. hvdrun view runs on the host of the training.
-	// maxRestTime is the time between two analyses above which fewer operations are kept. It is that between
-	// two states. With it, an operation is mostly shown less than a second after its end, and before there is
-	// no room for it any more.
-	shareOfHost = 200
-	maxRestTime = 500 * time.Millisecond
+	// maxRestTime is the time after an analysis, in which there is no other, above which fewer operations are
+	// kept. It is half of the time between two states, so the analysis mostly takes half of its limit. If
+	// minLiveBytes take longer, an operation is still shown before there is no room for it any more.
+	shareOfHost = 100
+	maxRestTime = 250 * time.Millisecond
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
 	streamTime = 10 * time.Second
 	// restTime is for how long a job is still followed after the last page has gone, so that a page that is
