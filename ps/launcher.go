@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/ps/van"
@@ -19,8 +20,12 @@ import (
 	kvstore "github.com/gohvd/gohvd/store"
 )
 
-// blameTime is how long a failure waits until the launcher knows of it.
-const blameTime = 2 * time.Second
+const (
+	// blameTime is how long a failure waits until the launcher knows of it.
+	blameTime = 2 * time.Second
+	// dumpTime is how long it then waits until the dump is written.
+	dumpTime = 500 * time.Millisecond
+)
 
 // epochs is the number of times that this process has connected with hvdrun. A verdict of a later epoch
 // replaces one of an earlier epoch.
@@ -155,17 +160,17 @@ func (p router) verdict(about []van.Process, reason string) joblink.Verdict {
 	return v
 }
 
-// Blame writes the dump of the flight recorder, and tells hvdrun which nodes have failed. Nodes that fail
-// because of them may end before hvdrun notices their end.
+// Blame tells hvdrun which nodes have failed, and writes the dump of the flight recorder. Nodes that fail
+// because of them may end before hvdrun notices their end. A file system that hangs delays Blame by dumpTime.
 func (p router) Blame(failed []van.Process, err error) {
-	p.dump(err.Error())
-	if p.launcher == nil {
-		return
+	written := p.startDump(err.Error())
+	if p.launcher != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), blameTime)
+		defer cancel()
+		if err := p.launcher.link.ReportVerdict(ctx, p.verdict(failed, err.Error())); err != nil {
+			p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
+		}
+		p.reportState(ctx, false)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
-	defer cancel()
-	if err := p.launcher.link.ReportVerdict(ctx, p.verdict(failed, err.Error())); err != nil {
-		p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
-	}
-	p.reportState(ctx, false)
+	dial.Pause(context.Background(), dumpTime, written)
 }

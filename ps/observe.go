@@ -162,25 +162,39 @@ func (p *postoffice) stopObserving() {
 	}
 }
 
-// dump writes the last pushes and pulls, and those that have not completed, to a file, if HVD_DUMP_DIR says
-// where.
-func (p *postoffice) dump(why string) {
+// startDump starts to write the last pushes and pulls, and those that have not completed, to a file, if
+// HVD_DUMP_DIR says where. It closes the channel that it returns when the file is written.
+func (p *postoffice) startDump(why string) (written <-chan struct{}) {
 	o, dir := &p.observer, p.set.DumpDir
+	done := make(chan struct{})
 	o.mu.Lock()
 	r := o.recorder
 	o.mu.Unlock()
 	if r == nil || dir == "" {
-		return
+		close(done)
+		return done
 	}
-	path, err := recorder.WriteFile(dir, r.Dump(recorder.About{Rank: p.process(p.van.ID()),
+	d := r.Dump(recorder.About{Rank: p.process(p.van.ID()),
 		Size: len(p.NodeIDs(AllGroup)), Host: p.set.Hostname, PID: os.Getpid(), Epoch: 1,
 		Version: config.Version(), Why: why, Now: time.Now(), At: o.now(), Clock: o.clock,
-		Pending: p.pending()}))
-	if err != nil {
-		p.log.Warn("ps: writing the dump of the flight recorder failed", zap.Error(err))
-		return
-	}
-	p.log.Warn("ps: wrote a dump of the flight recorder", zap.String("file", path))
+		Pending: p.pending()})
+	p.mu.Lock()
+	earlier := p.dumped
+	p.dumped = done
+	p.mu.Unlock()
+	go func() { // stop waits for it, unless the file system hangs
+		defer close(done)
+		if earlier != nil {
+			<-earlier // has the same file
+		}
+		path, err := recorder.WriteFile(dir, d)
+		if err != nil {
+			p.log.Warn("ps: writing the dump of the flight recorder failed", zap.Error(err))
+			return
+		}
+		p.log.Warn("ps: wrote a dump of the flight recorder", zap.String("file", path))
+	}()
+	return done
 }
 
 // pending returns the pushes and pulls of this process that have not completed.

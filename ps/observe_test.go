@@ -1,8 +1,10 @@
 package ps
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -76,11 +78,30 @@ func TestTimeline(t *testing.T) {
 	}
 }
 
+// slowDisk is a handler of log records. With the record that a dump was written, the program waits until the
+// channel is closed, as if writing had taken so long.
+type slowDisk struct {
+	slog.Handler
+	until <-chan struct{}
+}
+
+func (h slowDisk) Enabled(context.Context, slog.Level) bool { return true }
+func (h slowDisk) WithAttrs([]slog.Attr) slog.Handler       { return h }
+
+func (h slowDisk) Handle(_ context.Context, r slog.Record) error {
+	if strings.Contains(r.Message, "wrote a dump") {
+		<-h.until
+	}
+	return nil
+}
+
 // TestDump checks that a worker writes its last requests, and those that wait, to a file if a server dies.
+// Requests to the server fail although the file system takes long.
 func TestDump(t *testing.T) {
 	dir := t.TempDir()
-	asked := make(chan struct{})
-	j := job{t: t, servers: 1, workers: 1, leave: true, settings: map[string]string{"HVD_DUMP_DIR": dir}}
+	asked, failed := make(chan struct{}), make(chan struct{})
+	j := job{t: t, servers: 1, workers: 1, leave: true, settings: map[string]string{"HVD_DUMP_DIR": dir},
+		logger: slog.New(slowDisk{discard.Handler(), failed})}
 	j.run(func(po *Node) {
 		switch {
 		case po.Role() == Server:
@@ -96,6 +117,7 @@ func TestDump(t *testing.T) {
 			}
 			<-asked
 		case po.Role() == Worker:
+			defer close(failed)
 			w, err := NewKVWorker[int8](po)
 			if err != nil {
 				t.Error(err)
@@ -103,7 +125,7 @@ func TestDump(t *testing.T) {
 			}
 			noError(t, w.Push(t.Context(), []uint64{1}, []int8{1}))
 			var got []int8
-			testnet.WantError(t, w.Pull(t.Context(), []uint64{1}, &got), "server 0 is gone")
+			testnet.WantError(t, w.Pull(testnet.Context(t), []uint64{1}, &got), "server 0 is gone")
 		default:
 			<-asked
 		}

@@ -65,6 +65,7 @@ type postoffice struct {
 	heldBytes int
 	exits     []func()
 	finalized chan struct{} // closed when Finalize has ended; nil before Finalize
+	dumped    chan struct{} // closed when the last dump is written; nil if there is none
 }
 
 // held is a message for a customer that does not exist yet.
@@ -467,6 +468,7 @@ func (p *postoffice) stop() {
 		c.failAll(ErrFinalized)
 	}
 	p.wg.Wait()
+	p.awaitDump(ctx)
 	p.stopObserving()
 	p.report()
 	p.reportState(ctx, true)
@@ -474,6 +476,19 @@ func (p *postoffice) stop() {
 	p.closeOffer()
 	if p.metrics != nil {
 		_ = p.metrics.Close() // a scrape in progress may fail
+	}
+}
+
+// awaitDump waits until the last dump is written, or until ctx ends.
+func (p *postoffice) awaitDump(ctx context.Context) {
+	p.mu.Lock()
+	dumped := p.dumped
+	p.mu.Unlock()
+	if dumped != nil {
+		select {
+		case <-dumped:
+		case <-ctx.Done():
+		}
 	}
 }
 

@@ -47,6 +47,7 @@ type job struct {
 	settings         map[string]string
 	customers        int           // of each worker process
 	logless          bool          // the program gives the nodes no log
+	logger           *slog.Logger  // of all nodes; the default writes nothing
 	leave            bool          // the nodes leave the job without a barrier
 	limit            time.Duration // how long the job may take; the default is 10 minutes
 	faults           func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
@@ -63,7 +64,7 @@ func (j job) run(node func(po *Node)) {
 	var wg sync.WaitGroup
 	for _, role := range roles {
 		wg.Go(func() {
-			opts := Config{Logger: discard, faults: j.faults,
+			opts := Config{Logger: cmp.Or(j.logger, discard), faults: j.faults,
 				Settings: map[string]string{"DMLC_ROLE": role,
 					"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
