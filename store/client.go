@@ -22,7 +22,7 @@ const (
 	serverSilence = 20 * time.Second
 	// clientSilence is how long a server waits for data from a client before it closes the connection. It is
 	// longer than serverSilence, because a client process may be paused for a while, for example by a
-	// debugger.
+	// debugger. A half of each is at least two intervals between pings (awaitFrame).
 	clientSilence = time.Minute
 )
 
@@ -30,8 +30,9 @@ const (
 // of their requests, so that a waiting call does not delay other calls.
 //
 // If the connection breaks, or the server is silent for 20 s, the Client does not work any more: pending and
-// later calls return the reason, and it is unknown whether the server has made a pending change. The Client
-// does not reconnect, because a restarted server has lost all values.
+// later calls return the reason, and it is unknown whether the server has made a pending change. Time in
+// which this process is stopped does not count. The Client does not reconnect, because a restarted server has
+// lost all values.
 type Client struct {
 	addr string
 	conn net.Conn
@@ -313,8 +314,11 @@ func (s *Client) fail(err error) {
 func (s *Client) read(silence time.Duration) {
 	in := bufio.NewReader(s.conn)
 	for {
-		s.conn.SetReadDeadline(time.Now().Add(silence))
-		body, err := dial.ReadFrame(in, maxReplyBytes)
+		err := awaitFrame(s.conn, in, silence)
+		var body []byte
+		if err == nil {
+			body, err = dial.ReadFrame(in, maxReplyBytes)
+		}
 		if err != nil {
 			s.fail(lostServer(err, silence))
 			return
@@ -334,8 +338,28 @@ func (s *Client) read(silence time.Duration) {
 	}
 }
 
+// awaitFrame waits for the next frame. It returns an error if the peer is silent for the time silence. After
+// that, the rest of the frame has the same time to arrive.
+//
+// It waits in two halves, each of which is long enough for a peer that pings or answers pings. If this
+// process is stopped or its host sleeps meanwhile, only one of them ends early.
+func awaitFrame(conn net.Conn, in *bufio.Reader, silence time.Duration) error {
+	for half := 0; in.Buffered() == 0; half++ {
+		conn.SetReadDeadline(time.Now().Add(silence / 2))
+		if _, err := in.Peek(1); err != nil && (half > 0 || !isTimeout(err)) {
+			return err
+		}
+	}
+	return conn.SetReadDeadline(time.Now().Add(silence))
+}
+
+func isTimeout(err error) bool {
+	ne, ok := errors.AsType[net.Error](err)
+	return ok && ne.Timeout()
+}
+
 func lostServer(err error, silence time.Duration) error {
-	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
+	if isTimeout(err) {
 		return fmt.Errorf("the server sent no data for %v, not even answers to pings: %w", silence, err)
 	}
 	if errors.Is(err, io.EOF) {

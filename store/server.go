@@ -33,8 +33,8 @@ const (
 //
 // If a client violates the protocol, the server closes its connection and logs the reason. Other clients are
 // not affected. The server also closes the connection of a client that does not read its replies for 10 s, or
-// sends nothing for a minute (clients ping every 5 s). When a connection ends, the server drops the client's
-// waiting calls.
+// sends nothing for a minute (clients ping every 5 s). Time in which the server's process is stopped does not
+// count. When a connection ends, the server drops the client's waiting calls.
 type Server struct {
 	store          *HashStore
 	cfg            Config
@@ -46,6 +46,7 @@ type Server struct {
 // free port. The caller stays responsible for closing store.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
+	cfg.silence = cmp.Or(cfg.silence, clientSilence)
 	cfg.Secret = cfg.Secret.Encrypted()
 	s := &Server{store: store, cfg: cfg,
 		calls:   dial.NewBudget("their requests", cmp.Or(cfg.maxCallsBytes, maxCallsBytes)),
@@ -118,7 +119,9 @@ func (c *serverConn) run(s *Server, slot *dial.Slot) error {
 			storeVersion)
 	}
 	for {
-		c.conn.SetReadDeadline(time.Now().Add(clientSilence))
+		if err := awaitFrame(c.conn, in, s.cfg.silence); err != nil {
+			return err
+		}
 		if err := c.serveNext(in); err != nil {
 			return err
 		}

@@ -137,6 +137,7 @@ type Config struct {
 	Log *zap.Logger
 
 	handshake     time.Duration // the time limit for the handshake; 0 means serverIOTimeout
+	silence       time.Duration // how long a client may be silent; 0 means clientSilence
 	maxCallsBytes int64         // limit of a Server; 0 means the default
 }
 

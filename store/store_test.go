@@ -1,6 +1,7 @@
 package store
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/binary"
@@ -9,6 +10,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/exec"
 	"strconv"
 	"strings"
 	"sync"
@@ -395,6 +397,71 @@ func TestSilentServer(t *testing.T) {
 		if op := <-pings; op != opPing && (i > 1 || op != opGet) {
 			t.Errorf("the silent server got %v, want pings", op)
 		}
+	}
+}
+
+// stoppedVariable makes TestStopped the process that is stopped.
+const stoppedVariable = "GOHVD_STORE_TEST_STOPPED"
+
+// TestStopped checks that a client and a server work on when their process was stopped for longer than the
+// other one may be silent.
+func TestStopped(t *testing.T) {
+	if os.Getenv(stoppedVariable) != "" {
+		callWhenContinued(t)
+		return
+	}
+	cmd := exec.Command(os.Args[0], "-test.run=^TestStopped$")
+	cmd.Env = append(os.Environ(), stoppedVariable+"=1")
+	in, err := cmd.StdinPipe()
+	out, err2 := cmd.StdoutPipe()
+	if err := errors.Join(err, err2); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewReader(out)
+	if _, err := lines.ReadString('\n'); err != nil {
+		t.Error(err)
+	}
+	err = cmd.Process.Signal(syscall.SIGSTOP)
+	time.Sleep(2 * time.Second)
+	if err := errors.Join(err, cmd.Process.Signal(syscall.SIGCONT), in.Close()); err != nil {
+		t.Error(err)
+	}
+	rest, _ := io.ReadAll(lines)
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("%v\n%s", err, rest)
+	}
+}
+
+// callWhenContinued is the process that TestStopped stops. It has a client, a call of which waits meanwhile,
+// and its server.
+func callWhenContinued(t *testing.T) {
+	const silence = time.Second
+	server, hash := serveStore(t, Config{silence: silence})
+	ctx := testnet.Context(t)
+	client, err := connect(ctx, server.Addr(), Config{}, 50*time.Millisecond, silence)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	got := make(chan error)
+	go func() {
+		_, err := client.Get(ctx, "k")
+		got <- err
+	}()
+	testnet.Eventually(t, "the wait", func() bool { return hash.Waits() == 1 })
+	fmt.Println("ready")
+	io.ReadAll(os.Stdin) // ends when the process was stopped and goes on
+	if err := hash.Set(ctx, "k", nil); err != nil {
+		t.Error(err)
+	}
+	if err := <-got; err != nil {
+		t.Error(err)
+	}
+	if _, _, err := client.TryGet(ctx, "k"); err != nil {
+		t.Error(err)
 	}
 }
 
