@@ -17,6 +17,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/netif"
@@ -117,16 +118,8 @@ func start(ctx context.Context, conf Config) (started *postoffice, err error) {
 	if err := p.checkMetrics(); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
-	if err := p.shareSecret(ctx); err != nil {
-		return nil, fmt.Errorf("ps: %w", err)
-	}
 	p.cfg.Log = p.log
-	p.van = van.New(p.cfg, router{p})
-	if err := p.dialLauncher(ctx, conf.Settings); err != nil {
-		return nil, fmt.Errorf("ps: %w", err)
-	}
-	if err := p.van.Start(ctx); err != nil {
-		p.closeLauncher()
+	if err := p.connect(ctx, conf.Settings); err != nil {
 		return nil, fmt.Errorf("ps: %w", public(err))
 	}
 	p.observe()
@@ -135,6 +128,35 @@ func start(ctx context.Context, conf Config) (started *postoffice, err error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	return p, nil
+}
+
+// connect connects this process with the other nodes of the job. If it meets the scheduler of an earlier job,
+// which is about to end, or has got the secret from it, it tries again. own has the settings of the program.
+func (p *postoffice) connect(ctx context.Context, own map[string]string) error {
+	given, began := p.cfg.Secret, time.Now()
+	var wait dial.Backoff
+	for {
+		asked := p.cfg.Secret
+		p.cfg.Secret = given
+		if err := p.shareSecret(ctx); err != nil {
+			return err
+		}
+		p.van = van.New(p.cfg, router{p})
+		if err := p.dialLauncher(ctx, own); err != nil {
+			return err
+		}
+		err := p.van.Start(ctx)
+		if err == nil {
+			return nil
+		}
+		p.closeLauncher()
+		old := errors.Is(err, van.ErrOver) ||
+			errors.Is(err, secret.ErrWrong) && given.IsZero() && !asked.Equal(p.cfg.Secret)
+		if !old || ctx.Err() != nil || time.Since(began) > p.cfg.StartTimeout {
+			return err
+		}
+		dial.Pause(ctx, wait.Next(), nil)
+	}
 }
 
 // vanConfig checks the settings and returns the configuration of the van.
@@ -411,6 +433,7 @@ func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
 	defer close(ended)
 	p.endClocks()
 	if barrier {
+		p.van.Finish()
 		if err = p.meet(func(c int) error { return p.meetAll(ctx, c) }); err != nil {
 			err = fmt.Errorf("ps: finalize: %w", public(err))
 		}
@@ -457,6 +480,7 @@ func (p *postoffice) stop() {
 		c.closeReplicas()
 	}
 	p.van.Stop(ctx)
+	p.closeOffer() // now, because a process that joins the next job needs the secret of that
 	p.mu.Lock()
 	customers = p.list()
 	for _, h := range p.held {
@@ -473,7 +497,6 @@ func (p *postoffice) stop() {
 	p.report()
 	p.reportState(ctx, true)
 	p.closeLauncher()
-	p.closeOffer()
 	if p.metrics != nil {
 		_ = p.metrics.Close() // a scrape in progress may fail
 	}

@@ -232,6 +232,45 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+// TestJoinAgain starts two jobs one after the other at the same address. A worker joins the second one while
+// the scheduler still waits for a server of the first one to leave.
+func TestJoinAgain(t *testing.T) {
+	for _, text := range []string{"", strings.Repeat("secret", 6)} {
+		again := make(chan struct{})
+		hold := func(from, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
+			if from.ID == van.ServerID(0) && m.Header.Control.GetCommand() == pspb.Command_TERMINATE {
+				<-again
+				time.Sleep(300 * time.Millisecond)
+			}
+			return deliver(m)
+		}
+		port := strconv.Itoa(testnet.FreePort(t))
+		var wg sync.WaitGroup
+		for i, role := range []string{"scheduler", "server", "worker", "worker"} {
+			wg.Go(func() {
+				for job := range 2 {
+					c := Config{Logger: discard, Settings: map[string]string{"DMLC_ROLE": role,
+						"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2", "DMLC_PS_ROOT_URI": "127.0.0.1",
+						"DMLC_PS_ROOT_PORT": port, "HVD_SECRET": text, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}}
+					if job == 0 && i == 0 {
+						c.faults = hold
+					}
+					po, err := Join(testnet.Context(t), c)
+					if err != nil {
+						t.Errorf("secret %q: %s joins job %d: %v", text, role, job, err)
+						return
+					}
+					noError(t, po.Finalize(testnet.Context(t)))
+					if job == 0 && i == 2 {
+						close(again)
+					}
+				}
+			})
+		}
+		wg.Wait()
+	}
+}
+
 // TestErrors checks the types of the errors of a node that has gone and of a node that has left itself.
 func TestErrors(t *testing.T) {
 	job{t: t, servers: 1, workers: 1, leave: true}.run(func(n *Node) {

@@ -64,6 +64,9 @@ func (a *Acceptor) Addr() string { return a.ln.Addr().String() }
 // Close closes all connections and waits for the goroutines of the Acceptor.
 func (a *Acceptor) Close() error { return a.close() }
 
+// StopListening makes further connections be refused. Those that were accepted are served as before.
+func (a *Acceptor) StopListening() { _ = a.ln.Close() }
+
 // Idle waits until no connection is served. It returns an error if ctx ends first.
 func (a *Acceptor) Idle(ctx context.Context) error {
 	for {
@@ -84,6 +87,9 @@ func (a *Acceptor) Idle(ctx context.Context) error {
 func (a *Acceptor) closeOnce() error {
 	a.stop()
 	err := a.ln.Close()
+	if errors.Is(err, net.ErrClosed) {
+		err = nil // StopListening
+	}
 	a.mu.Lock()
 	for conn := range a.conns {
 		conn.Close()
@@ -100,7 +106,7 @@ func (a *Acceptor) accept() {
 		switch {
 		case err == nil:
 			wait = 0
-		case a.ctx.Err() != nil:
+		case a.ctx.Err() != nil || errors.Is(err, net.ErrClosed):
 			return
 		default:
 			// The usual cause is that the process has no free file descriptor. The retry succeeds when

@@ -101,6 +101,11 @@ type jobKey struct {
 	tls func() *tls.Config
 }
 
+// Equal reports whether s and t are the same secret.
+func (s Secret) Equal(t Secret) bool {
+	return s.job == t.job || s.job != nil && t.job != nil && s.job.key == t.job.key
+}
+
 // New makes a random secret, and returns it also as text. Other processes pass the text to Parse to get the
 // same secret.
 func New() (s Secret, text string) {

@@ -39,6 +39,9 @@ func (e *LimitError) Error() string { return e.text }
 // ErrLeft is the reason why a node is gone if it has left the job.
 var ErrLeft = errors.New("it has left the job")
 
+// ErrOver is the error of a registration with a scheduler whose job has ended.
+var ErrOver = errors.New("the scheduler there leaves its job")
+
 // errReplaced is the reason why a link has ended if another process has taken the place of the peer.
 var errReplaced = errors.New("its process has ended, and another one has taken its place")
 

@@ -57,7 +57,11 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 		l, err = v.addLink(nodes, over, r)
 	}
 	if err != nil {
-		answer.Header.Error = err.Error()
+		if v.sched != nil && errors.Is(err, ErrStopped) {
+			answer.Header.Control.Command = pspb.Command_TERMINATE
+		} else {
+			answer.Header.Error = err.Error()
+		}
 		if missing, ok := errors.AsType[*missingError](err); ok {
 			answer.Header.Control.Nodes = missing.nodes
 		}

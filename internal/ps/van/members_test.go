@@ -263,6 +263,29 @@ func TestNoReturnWithClock(t *testing.T) {
 	testnet.WantError(t, <-result, "in a job with a clock none can return")
 }
 
+// TestRegistrationAfterTheEnd checks that no process gets a place in a job whose nodes have met for the last
+// time, while the scheduler has not left yet.
+func TestRegistrationAfterTheEnd(t *testing.T) {
+	for _, staleness := range []int{-1, 1} {
+		change := func(c *Config) { c.Staleness = staleness }
+		nodes := startJob(t, 1, 1, change)
+		nodes[1].Finish()
+		for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {
+			if err != nil {
+				t.Errorf("%s: %v", Name(id), err)
+			}
+		}
+		nodes[9].Stop(t.Context())
+		cfg := config(Worker, 1, 1, nodes[1].cfg.Root)
+		change(&cfg)
+		late, result := startNode(t, cfg)
+		if err := <-result; !errors.Is(err, ErrOver) {
+			t.Errorf("staleness %d: got %v, want ErrOver", staleness, err)
+			late.Stop(t.Context())
+		}
+	}
+}
+
 // TestDeclaredDead checks that a worker that the scheduler has declared dead blames itself, also if it sees
 // the end of its connection with a server before it reads that.
 func TestDeclaredDead(t *testing.T) {

@@ -55,6 +55,8 @@ func (e *endpoint) register(ctx context.Context, conn net.Conn, id int) (*reader
 		if missing := processesOf(m.Header.Control.GetNodes()); len(missing) > 0 {
 			e.members.blames.blameAll(missing, err)
 		}
+	case w.scheduler && m.Header.Control.GetCommand() == pspb.Command_TERMINATE:
+		err = ErrOver
 	case m.Header.Control.GetCommand() != pspb.Command_ADD_NODE:
 		err = errors.New("malformed answer to the registration")
 	case ctx.Err() != nil:

@@ -69,14 +69,20 @@ func (l *link) tellDeath(dead []*pspb.Node) {
 func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 	a *applicant) (nodes []*pspb.Node, err error) {
 	v := s.van
+	if s.over.Load() {
+		return nil, ErrStopped
+	}
 	if v.cfg.Staleness >= 0 {
 		return nil, errors.New("all nodes have registered, and in a job with a clock none can return")
 	}
 	for began, late := v.timing.now(), false; ; {
 		v.members.mu.Lock()
 		nodes, change := s.takePlace(hello, late), v.members.change
+		over := v.members.leaving || s.over.Load()
 		v.members.mu.Unlock()
 		switch {
+		case over:
+			return nil, ErrStopped
 		case nodes != nil:
 			s.forget(nodes)
 			return nodes, nil

@@ -28,14 +28,16 @@ type scheduler struct {
 	// with that one ends asks the scheduler (link.confirm) and gets the answer only after the reason.
 	telling sync.Mutex
 
-	mu       sync.Mutex
-	nodes    []*pspb.Node // registered nodes, in the order of registration
-	waiting  map[*applicant]bool
-	gaveUp   map[int]bool // nodes whose time limit has passed, by the id that they want
-	started  bool         // all nodes have registered and have ids
-	met      atomic.Bool  // a barrier of all nodes was complete
-	err      error        // reason why the job does not start
-	barriers map[int]map[int]entry
+	mu        sync.Mutex
+	nodes     []*pspb.Node // registered nodes, in the order of registration
+	waiting   map[*applicant]bool
+	gaveUp    map[int]bool // nodes whose time limit has passed, by the id that they want
+	started   bool         // all nodes have registered and have ids
+	met       atomic.Bool  // a barrier of all nodes was complete
+	finishing atomic.Bool  // the scheduler leaves after a barrier of all nodes
+	over      atomic.Bool  // this barrier was complete
+	err       error        // reason why the job does not start
+	barriers  map[int]map[int]entry
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
 	// arrive before the entry. The group is 0 for the clock.
 	withdrawn map[[2]int]int64
@@ -312,6 +314,7 @@ func (s *scheduler) enterBarrier(e entry, id, group int, members []int, withdraw
 	if len(s.barriers[group]) == len(members) {
 		if group == GroupAll {
 			s.met.Store(true)
+			s.over.Store(s.finishing.Load())
 		}
 		release(s.barriers[group], nil)
 		delete(s.barriers, group)

@@ -350,6 +350,14 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 // ended.
 func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
 
+// Finish says that this process will leave the job after a barrier of all nodes that it enters next. Once
+// that is complete, the scheduler gives no process a place in the job.
+func (v *Van) Finish() {
+	if v.sched != nil {
+		v.sched.finishing.Store(true)
+	}
+}
+
 // maxReasonBytes is the maximum length of a reason that a node gives for its end.
 const maxReasonBytes = 4096
 
@@ -369,6 +377,10 @@ func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
 		return
 	}
 	v.calls.refuse()
+	if v.sched != nil {
+		// A process that joins the next job at this address waits for the next scheduler.
+		v.endpoint.accepts.StopListening()
+	}
 	var wg sync.WaitGroup
 	for id, l := range *v.links.Load() {
 		if id == l.peer && l.conn != nil {
@@ -376,6 +388,11 @@ func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
 		}
 	}
 	wg.Wait()
+	if v.sched != nil {
+		answering, cancel := context.WithTimeout(ctx, answerTime)
+		_ = v.endpoint.accepts.Idle(answering) // such a process may have connected already
+		cancel()
+	}
 	v.close(ErrStopped)
 }
 
