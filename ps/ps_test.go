@@ -49,6 +49,7 @@ type job struct {
 	logless          bool          // the program gives the nodes no log
 	logger           *slog.Logger  // of all nodes; the default writes nothing
 	leave            bool          // the nodes leave the job without a barrier
+	restart          bool          // in a job with replicas, all servers end while the job starts, and return
 	limit            time.Duration // how long the job may take; the default is 10 minutes
 	faults           func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
 }

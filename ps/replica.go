@@ -174,11 +174,12 @@ func newReplica(po *postoffice, app, home int, empty func() *store) *replica {
 		applied: make(map[senderKey]*window)}
 	own := po.van.Process()
 	r.partner = po.van.Current(po.otherServer(home, own.ID))
-	r.ended = po.van.Ended(r.partner)
+	ownSince, since := po.van.Since(own.ID), po.van.Since(r.partner.ID)
+	r.ended = po.van.Ended(r.partner) // last, so that since is that of the partner, unless it has ended
 	switch {
-	case r.ended || r.partner.Generation > own.Generation:
-		r.lost = own.Generation > 0
-	case r.partner.Generation < own.Generation:
+	case r.ended || since > ownSince:
+		r.lost = ownSince > 0
+	case since < ownSince:
 		r.role, r.in = joining, newInStream()
 		po.joining[van.Rank(r.partner.ID)].Add(1)
 	case own.ID == van.ServerID(home):

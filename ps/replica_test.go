@@ -37,7 +37,7 @@ func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *r
 	port := strconv.Itoa(testnet.FreePort(t))
 	r := &replicated[T]{t: t, handler: handler, nodes: make(map[int]*Node),
 		servers: make(map[int]*KVServer[T]), workers: make(map[int]*KVWorker[T])}
-	r.start = func(role string, rank int) (*Node, error) {
+	configOf := func(role string, rank int) Config {
 		opts := Config{Logger: discard, faults: j.faults, Settings: map[string]string{"DMLC_ROLE": role,
 			"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_RANK": strconv.Itoa(rank),
@@ -45,12 +45,20 @@ func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *r
 		for name, text := range j.settings {
 			opts.Settings[name] = text
 		}
-		return Join(t.Context(), opts)
+		return opts
 	}
+	r.start = func(role string, rank int) (*Node, error) { return Join(t.Context(), configOf(role, rank)) }
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	for _, id := range van.Members(van.GroupAll, j.servers, j.workers) {
 		wg.Go(func() {
+			if j.restart && van.RoleOf(id) == van.Server {
+				if po, err := start(t.Context(), configOf("server", van.Rank(id))); err != nil {
+					t.Errorf("%s: %v", van.Name(id), err)
+				} else {
+					po.stop()
+				}
+			}
 			po, err := r.start(van.RoleOf(id).String(), van.Rank(id))
 			if err != nil {
 				t.Errorf("%s: %v", van.Name(id), err)
@@ -303,6 +311,24 @@ func TestBothServersDie(t *testing.T) {
 	if wait(t, req, err); !slices.Equal(got, []float64{7, 7}) {
 		t.Errorf("got %v, want 7 and 7", got)
 	}
+}
+
+// TestBothServersRestartDuringStart starts both servers of a range again before all nodes have met. No value
+// is lost then, so pushes need not set values first.
+func TestBothServersRestartDuringStart(t *testing.T) {
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, restart: true,
+		settings: map[string]string{"HVD_RECOVERY_SECONDS": "60"}}, Sum[float64])
+	for id, s := range r.servers {
+		if s.c.po.van.Process().Generation == 0 || s.c.po.IsRecovery() {
+			t.Fatalf("%s was not started again while the job started", van.Name(id))
+		}
+	}
+	for _, key := range []uint64{1, MaxKey - 1000} {
+		if err := pushOne(t, r.workers[9], key, 5); err != nil {
+			t.Error(err)
+		}
+	}
+	r.sameBits()
 }
 
 // TestNewsOutOfOrder ends both servers of a range while messages may overtake each other. A push waits,

@@ -343,6 +343,16 @@ func (m *members) current(id int) Process {
 	return Process{ID: id}
 }
 
+// since does the work of Van.Since.
+func (m *members) since(id int) uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if n := m.nodes[id]; n != nil && n.IsRecovery {
+		return n.Generation
+	}
+	return 0
+}
+
 // goneError does the work of Van.Gone.
 func (m *members) goneError(id int) error {
 	m.mu.Lock()

@@ -439,6 +439,10 @@ func (v *Van) Ended(p Process) bool { return v.members.ended(p) }
 // it may have no incarnation.
 func (v *Van) Current(id int) Process { return v.members.current(id) }
 
+// Since says when the process that has the place of node id has joined the job: it returns its generation if
+// it has taken the place of another one (IsRecovery), or 0 if it takes part from the beginning.
+func (v *Van) Since(id int) uint64 { return v.members.since(id) }
+
 // Gone returns the reason why node id has ended as far as this process knows, or nil.
 func (v *Van) Gone(id int) error { return v.members.goneError(id) }
 
