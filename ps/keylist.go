@@ -17,6 +17,9 @@ const (
 	// remembers for each customer of each worker.
 	maxLists     = 1 << 10
 	maxListBytes = 256 << 20
+	// maxPlacesBytes bounds the memory in which a server remembers where the values of these lists are,
+	// unless a single list needs more.
+	maxPlacesBytes = 64 << 20
 )
 
 // Range is a range of keys: Begin <= key < End.
@@ -156,8 +159,9 @@ func (l *keyLists) first(k *keyList, rank int, second bool) bool {
 
 // serverList is a list of keys that a server knows.
 type serverList struct {
+	of       *serverLists // nil if it is not remembered
 	keys     []uint64
-	resolved *resolved // where a store has the values, once it has looked
+	resolved *resolved // where a store has the values, if it remembers that
 	// replicated is the number of the list among those that the other server of the range knows.
 	replicated uint64
 }
@@ -167,15 +171,39 @@ type serverList struct {
 type serverLists struct {
 	lists map[uint64]*serverList
 	order []uint64 // oldest first
-	bytes int
+	bytes int      // size of all keys; the other server of a range counts the same
+	// places is the size of what the lists that were first remembered here have resolved.
+	places, mostPlaces int
 }
 
-func newServerLists() serverLists { return serverLists{lists: make(map[uint64]*serverList)} }
+func newServerLists() *serverLists {
+	return &serverLists{lists: make(map[uint64]*serverList), mostPlaces: maxPlacesBytes}
+}
+
+// remember records where a store has the values of the list. If the lists then take too much memory for that,
+// it forgets those of the others.
+func (l *serverList) remember(r *resolved) {
+	if s := l.of; s != nil {
+		s.places += r.bytes() - l.resolved.bytes()
+		if s.places > s.mostPlaces {
+			for _, other := range s.lists {
+				if other.of == s {
+					other.resolved = nil
+				}
+			}
+			s.places = r.bytes()
+		}
+	}
+	l.resolved = r
+}
 
 // addList remembers a list.
 func (s *serverLists) addList(number uint64, list *serverList) {
 	if old := s.lists[number]; old != nil {
 		return
+	}
+	if list.of == nil {
+		list.of = s
 	}
 	s.lists[number] = list
 	s.order = append(s.order, number)
@@ -183,7 +211,12 @@ func (s *serverLists) addList(number uint64, list *serverList) {
 	for len(s.order) > maxLists || s.bytes > maxListBytes && len(s.order) > 1 {
 		oldest := s.order[0]
 		s.order = s.order[1:]
-		s.bytes -= len(s.lists[oldest].keys) * keyBytes
+		old := s.lists[oldest]
+		s.bytes -= len(old.keys) * keyBytes
+		if old.of == s {
+			s.places -= old.resolved.bytes()
+			old.of, old.resolved = nil, nil
+		}
 		delete(s.lists, oldest)
 	}
 }

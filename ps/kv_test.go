@@ -488,6 +488,40 @@ func TestVersions(t *testing.T) {
 	}
 }
 
+// TestPlacesAreBounded checks that a server forgets where the values of lists are if these take too much
+// memory, and counts that memory right.
+func TestPlacesAreBounded(t *testing.T) {
+	s, lists := Sum[int8]().(*builtIn[int8]).store, newServerLists()
+	lists.mostPlaces = 100_000 // two lists of 2000 runs, which take 48,000 bytes or a little more
+	var even, odd, both []uint64
+	for k := range uint64(1000) {
+		even, odd, both = append(even, 2*k), append(odd, 2*k+1), append(both, 2*k, 2*k+1)
+	}
+	for number, keys := range [][]uint64{even, odd, both, both, both, both} {
+		list := &serverList{keys: keys}
+		lists.addList(uint64(number), list)
+		if _, err := s.resolve(list, true, nil, len(keys)); err != nil {
+			t.Fatal(err)
+		}
+		size := 0
+		for _, l := range lists.lists {
+			if l.resolved != nil {
+				size += cap(l.resolved.runs)*24 + cap(l.resolved.lens)*4
+			}
+		}
+		if size > lists.mostPlaces || size != lists.places || list.resolved == nil {
+			t.Errorf("list %d: the places have %d bytes, want %d, at most %d", number, size, lists.places,
+				lists.mostPlaces)
+		}
+	}
+	for number := range uint64(maxLists) {
+		lists.addList(100+number, &serverList{})
+	}
+	if lists.places != 0 {
+		t.Errorf("%d bytes of lists that are forgotten count", lists.places)
+	}
+}
+
 // TestVersionsAreFreed checks that the memory of values is freed when nothing refers to them.
 func TestVersionsAreFreed(t *testing.T) {
 	s := Sum[float32]().(*builtIn[float32]).store

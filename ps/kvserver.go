@@ -277,8 +277,7 @@ func (s *KVServer[T]) unpark(key parkedKey) *van.Message {
 func (s *KVServer[T]) learn(sender senderKey, number uint64, b []byte) (*serverList, error) {
 	lists := s.lists[sender]
 	if lists == nil {
-		made := newServerLists()
-		lists = &made
+		lists = newServerLists()
 		s.lists[sender] = lists
 	}
 	if known := lists.lists[number]; known != nil {

@@ -116,9 +116,9 @@ type outStream struct {
 	bytes         int    // sum of sizes
 	progress      time.Time
 	waiting       []waiter
-	waitingBytes  int         // size of the answers that wait
-	lists         serverLists // lists of keys that the partner knows
-	list          uint64      // number of lists so far
+	waitingBytes  int          // size of the answers that wait
+	lists         *serverLists // lists of keys that the partner knows
+	list          uint64       // number of lists so far
 }
 
 // waiter is an answer that is sent when the partner has applied the message with the given number.
@@ -132,7 +132,7 @@ type waiter struct {
 type inStream struct {
 	next   uint64                  // number of the last message that was applied
 	early  map[uint64]*van.Message // messages that have overtaken others
-	lists  serverLists
+	lists  *serverLists
 	broken bool // a message could not be applied
 }
 

@@ -111,6 +111,14 @@ type resolved struct {
 	total int // number of all values
 }
 
+// bytes returns the size of r.
+func (r *resolved) bytes() int {
+	if r == nil {
+		return 0
+	}
+	return cap(r.runs)*int(unsafe.Sizeof(entry{})) + cap(r.lens)*4
+}
+
 // fits returns an error unless the pushed values have the sizes of the stored ones.
 func (r *resolved) fits(keys []uint64, lens []int32, total int) error {
 	for i, key := range keys {
@@ -161,7 +169,7 @@ func (s *store) resolve(list *serverList, push bool, lens []int32, total int) (*
 	if slices.ContainsFunc(lensHere, func(n int32) bool { return int(n) != r.k }) {
 		r.lens = lensHere
 	}
-	list.resolved = r
+	list.remember(r)
 	return r, nil
 }
 
