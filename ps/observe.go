@@ -224,7 +224,7 @@ func (p *postoffice) stats() trace.Node {
 	p.mu.Unlock()
 	for _, c := range customers {
 		for _, r := range c.replicas {
-			r.lag(&s)
+			r.addStats(&s)
 		}
 		c.addStats(&s)
 	}

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -75,6 +76,15 @@ type replica struct {
 	out     *outStream    // nil if the partner gets nothing
 	in      *inStream     // nil if nothing is expected from the partner
 	room    chan struct{} // closed when pushes need not wait any longer; nil if none waits
+	// lastLag is what lag has found last.
+	lastLag atomic.Pointer[lag]
+}
+
+// lag says what the partner has not applied.
+type lag struct {
+	unreplicated    bool // the partner does not have the range
+	partner         int
+	messages, bytes int
 }
 
 // window says which pushes of a customer of a worker were applied: all that count up to completed, because
@@ -187,6 +197,7 @@ func newReplica(po *postoffice, app, home int, empty func() *store) *replica {
 	default:
 		r.role, r.in = backup, newInStream()
 	}
+	r.measureLag()
 	return r
 }
 
@@ -352,20 +363,31 @@ func (r *replica) evict(why error) {
 	}
 }
 
-// lag adds what the partner has not applied to the statistics.
-func (r *replica) lag(s *trace.Node) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.role == primary && (r.out == nil || !r.out.synced || r.out.applied < r.out.complete) {
+// measureLag sets lastLag. The caller holds mu.
+func (r *replica) measureLag() {
+	l := &lag{partner: r.partner.ID,
+		unreplicated: r.role == primary && (r.out == nil || !r.out.synced || r.out.applied < r.out.complete)}
+	if r.out != nil {
+		l.messages, l.bytes = len(r.out.sizes), r.out.bytes
+	}
+	r.lastLag.Store(l)
+}
+
+// addStats adds what the partner has not applied to the statistics. While a long push is applied, it adds the
+// state before that, because hvdrun takes a node that does not answer soon for dead.
+func (r *replica) addStats(s *trace.Node) {
+	if r.mu.TryLock() {
+		r.measureLag()
+		r.mu.Unlock()
+	}
+	l := r.lastLag.Load()
+	if l.unreplicated {
 		s.Unreplicated++
 	}
-	if r.out == nil {
-		return
-	}
 	for i := range s.Peers {
-		if p := &s.Peers[i]; p.ID == r.partner.ID {
-			p.LagMessages += len(r.out.sizes)
-			p.LagBytes += r.out.bytes
+		if p := &s.Peers[i]; p.ID == l.partner {
+			p.LagMessages += l.messages
+			p.LagBytes += l.bytes
 		}
 	}
 }

@@ -609,13 +609,17 @@ func TestWaitingPulls(t *testing.T) {
 	}
 }
 
-// TestTickDoesNotWait checks that tick returns while a push is applied, because heartbeats wait for it.
+// TestTickDoesNotWait checks that tick and the statistics, of which hvdrun asks, return while a push is
+// applied: heartbeats wait for tick.
 func TestTickDoesNotWait(t *testing.T) {
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
 	p := r.servers[8].replicas[0]
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.tick(time.Now())
+	if s := r.nodes[8].stats(); s.Unreplicated != 0 || len(s.Peers) != 3 {
+		t.Errorf("got the statistics %+v", s)
+	}
 }
 
 // TestReplicaUsage checks the errors of jobs that cannot have replicas.
