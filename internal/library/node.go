@@ -26,12 +26,20 @@ type Node struct {
 	// is not known, so that goroutines begin all requests with inSlices.
 	room int
 	used atomic.Bool // a call has used it
+	// taking has an element while a request that has room is begun, so that no other one takes the room.
+	taking chan struct{}
 
 	mu              sync.Mutex
 	requests, bytes int64 // number and size of the requests in flight
 	// beginning has the requests that goroutines begin, by the thread that has called Exchange. Each channel
 	// is closed when its request has begun.
 	beginning map[int]chan struct{}
+}
+
+// nodeOf returns a Node for m. room is Node.room.
+func nodeOf(m member, room int) *Node {
+	return &Node{member: m, room: room, taking: make(chan struct{}, 1),
+		beginning: make(map[int]chan struct{})}
 }
 
 // waiting returns the requests that goroutines begin for a thread, or for all threads if thread is 0.
@@ -158,7 +166,7 @@ func (l *Library) StartNode(settings map[string]string) Handle {
 		n, room, err := l.newNode(settings)
 		if err == nil {
 			l.nodeSettings = settings
-			l.node.Store(&Node{member: n, room: room, beginning: make(map[int]chan struct{})})
+			l.node.Store(nodeOf(n, room))
 		}
 		return err
 	})
@@ -218,37 +226,47 @@ func (l *Library) Exchange(x *node.Exchange, inSlices bool) (Handle, error) {
 	over := time.NewTimer(slice)
 	defer over.Stop()
 	thread := unix.Gettid()
+	expired := over.C
+	if !inSlices {
+		expired = nil
+	}
 	n.mu.Lock()
-	for inSlices && n.beginning[thread] != nil {
-		begun := n.beginning[thread]
-		n.mu.Unlock()
+	begun := n.beginning[thread]
+	n.mu.Unlock()
+	if inSlices && begun != nil {
 		select {
 		case <-begun:
-		case <-over.C:
+		case <-expired:
 			return 0, ErrPending
 		}
-		n.mu.Lock()
 	}
+	select {
+	case n.taking <- struct{}{}:
+	case <-expired:
+		return 0, ErrPending
+	}
+	n.mu.Lock()
 	n.requests++
 	n.bytes += size
 	hasRoom := n.requests <= int64(n.room) && n.bytes <= roomBytes
 	if hasRoom || !inSlices {
-		// While the lock is held, no other request takes the room.
+		n.mu.Unlock()
 		if !hasRoom {
-			n.mu.Unlock()
+			<-n.taking
 		}
 		wait, err := n.exchange(x)
 		if hasRoom {
-			n.mu.Unlock()
+			<-n.taking
 		}
 		if err != nil {
 			return 0, end(nil, err)
 		}
 		return l.start(func(*Result) error { return end(wait, nil) }), nil
 	}
-	begun := make(chan struct{})
+	begun = make(chan struct{})
 	n.beginning[thread] = begun
 	n.mu.Unlock()
+	<-n.taking
 	var failure error // valid if begun is closed
 	h := l.start(func(*Result) error {
 		wait, err := n.exchange(x)

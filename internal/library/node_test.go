@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/ps/node"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/ps"
 )
 
@@ -48,6 +49,34 @@ func begin(t *testing.T, l *Library, app int) Handle {
 	return h
 }
 
+// TestCallsDuringExchange checks that a request that has room and takes long to begin holds up further ones
+// for a while only, and no other calls.
+func TestCallsDuringExchange(t *testing.T) {
+	l := new(Library)
+	n := nodeOf(&fullNode{room: []chan struct{}{make(chan struct{})}}, 10)
+	l.node.Store(n)
+	var exchange sync.WaitGroup
+	exchange.Go(func() { must(t, l, begin(t, l, 0)) })
+	testnet.Eventually(t, "the request begins", func() bool { return len(n.taking) == 1 })
+	made := make(chan Handle)
+	go func() {
+		if _, err := l.Exchange(new(node.Exchange), true); err != ErrPending {
+			t.Errorf("a second request got the error %v", err)
+		}
+		made <- l.Clock()
+	}()
+	select {
+	case h := <-made:
+		must(t, l, h)
+		close(n.member.(*fullNode).room[0])
+	case <-time.After(10 * time.Second):
+		t.Error("Clock does not return while another request begins")
+		close(n.member.(*fullNode).room[0])
+		must(t, l, <-made)
+	}
+	exchange.Wait()
+}
+
 // TestExchangeWaitsForRoom checks that a request that waits for room holds up the further ones of its thread,
 // but not those of another thread, and that the ends of an iteration and of the job do not overtake it.
 func TestExchangeWaitsForRoom(t *testing.T) {
@@ -55,7 +84,7 @@ func TestExchangeWaitsForRoom(t *testing.T) {
 	defer runtime.UnlockOSThread()
 	l := new(Library)
 	n := &fullNode{room: []chan struct{}{make(chan struct{}), make(chan struct{})}}
-	l.node.Store(&Node{member: n, beginning: make(map[int]chan struct{})})
+	l.node.Store(nodeOf(n, 0))
 	handles := []Handle{begin(t, l, 0)}
 	if _, err := l.Exchange(new(node.Exchange), true); err != ErrPending {
 		t.Errorf("a second request got the error %v", err)
