@@ -7,6 +7,8 @@ import (
 	"slices"
 	"sync"
 
+	"go.uber.org/zap"
+
 	"github.com/gohvd/gohvd/internal/config"
 )
 
@@ -78,6 +80,15 @@ func (c *workerClock) endIteration(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.ended = true
+	if err := c.awaitIdle(ctx, nil); err != nil {
+		return err
+	}
+	return c.takeFailure()
+}
+
+// awaitIdle waits until the pushes and pulls have completed, ctx ends, or the channel done is closed. The
+// caller holds mu.
+func (c *workerClock) awaitIdle(ctx context.Context, done <-chan struct{}) error {
 	for c.pending > 0 {
 		if c.idle == nil {
 			c.idle = make(chan struct{})
@@ -86,13 +97,16 @@ func (c *workerClock) endIteration(ctx context.Context) error {
 		c.mu.Unlock()
 		select {
 		case <-idle:
+			c.mu.Lock()
 		case <-ctx.Done():
 			c.mu.Lock()
 			return fmt.Errorf("%d pushes and pulls have not completed: %w", n, context.Cause(ctx))
+		case <-done:
+			c.mu.Lock()
+			return fmt.Errorf("%d pushes and pulls have not completed", n)
 		}
-		c.mu.Lock()
 	}
-	return c.takeFailure()
+	return nil
 }
 
 // takeFailure returns the error of a push of this iteration, once. The iteration then goes on. The caller
@@ -153,6 +167,35 @@ func (p *postoffice) endIteration(ctx context.Context, customer int, c *workerCl
 		return err
 	}
 	return p.van.Clock(ctx, customer, c.now+1)
+}
+
+// settle waits until the pushes and pulls of this process have completed, in the synchronous modes: when the
+// scheduler knows that a worker ends no more iterations, servers may refuse them.
+func (p *postoffice) settle(ctx context.Context) {
+	if p.Role() != Worker || !p.synchronous() {
+		return
+	}
+	p.van.Flush()
+	for i := range p.clocks {
+		c := &p.clocks[i]
+		c.mu.Lock()
+		_ = c.awaitIdle(ctx, p.van.Done()) // those that remain fail
+		c.mu.Unlock()
+	}
+}
+
+// reportPushes logs a push of this process that has failed, unless Clock has returned the error. The program
+// may not have waited for it.
+func (p *postoffice) reportPushes() {
+	for i := range p.clocks {
+		c := &p.clocks[i]
+		c.mu.Lock()
+		err := c.takeFailure()
+		c.mu.Unlock()
+		if err != nil {
+			p.log.Warn("ps: a push has failed, and no call of Clock has said so", zap.Error(err))
+		}
+	}
 }
 
 // endClocks tells the scheduler that the workers of this process end no more iterations.

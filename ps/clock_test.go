@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -139,6 +141,54 @@ func TestBulkSynchronous(t *testing.T) {
 				t.Errorf("%s: %d workers got %v, one worker %v", name, workers, got, serial)
 			}
 		}
+	}
+}
+
+// TestPushBeforeFinalize checks that a push in flight at the end of a worker belongs to its last iteration.
+func TestPushBeforeFinalize(t *testing.T) {
+	pulled := make(chan struct{})
+	late := func(from, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if from.ID == van.WorkerID(0) && m.Header.Push {
+			select {
+			case <-pulled:
+			case <-time.After(500 * time.Millisecond):
+			}
+		}
+		return deliver(m)
+	}
+	j := job{t: t, servers: 1, workers: 2, faults: late, settings: map[string]string{"HVD_STALENESS": "0"}}
+	kv(j, Sum[int32], func(po *Node, rank int, w *KVWorker[int32]) {
+		key := []uint64{1}
+		if rank == 0 {
+			if _, err := w.PushAsync(t.Context(), key, []int32{5}); err != nil {
+				t.Error(err)
+			}
+			return // Finalize follows
+		}
+		defer close(pulled)
+		noError(t, w.Push(t.Context(), key, []int32{1}))
+		noError(t, po.Clock(t.Context()))
+		var got []int32
+		if noError(t, w.Pull(t.Context(), key, &got)); !slices.Equal(got, []int32{6}) {
+			t.Errorf("got %v, want [6]", got)
+		}
+	})
+}
+
+// TestFailedPushIsReported checks that a node logs a push that has failed if the program has not waited for
+// it.
+func TestFailedPushIsReported(t *testing.T) {
+	log, entries := testnet.Logs()
+	j := job{t: t, servers: 1, workers: 1, logger: logs.ToSlog(log)}
+	kv(j, Sum[int32], func(_ *Node, _ int, w *KVWorker[int32]) {
+		noError(t, w.Push(t.Context(), []uint64{1}, []int32{1}))
+		r, err := w.PushAsync(t.Context(), []uint64{1}, []int32{1, 2})
+		if noError(t, err); err == nil {
+			<-r.Done()
+		}
+	})
+	if !testnet.Logged(entries, "a push has failed", "key 1 has 1 values here, got 2") {
+		t.Errorf("the log has only %v", entries.All())
 	}
 }
 

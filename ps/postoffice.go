@@ -403,9 +403,10 @@ func (p *postoffice) meetAll(ctx context.Context, customer int) error {
 	}
 }
 
-// Finalize waits for all other nodes of the job at a barrier, and then leaves the job. If a node has ended,
-// Finalize waits HVD_RECOVERY_SECONDS for its return. If the barrier fails, this process leaves the job
-// nevertheless, and Finalize returns the error.
+// Finalize waits for all other nodes of the job at a barrier, and then leaves the job. In the synchronous
+// modes (Clock), it first waits until the pushes and pulls of this process have completed. If a node has
+// ended, Finalize waits HVD_RECOVERY_SECONDS for its return. If the barrier fails, this process leaves the
+// job nevertheless, and Finalize returns the error.
 //
 // Requests of this process that are not answered fail when it leaves. Then Finalize calls the exit callbacks.
 // If Finalize, Close or Fail was called before, Finalize waits until that call has ended, and returns nil.
@@ -431,6 +432,9 @@ func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
 		return nil
 	}
 	defer close(ended)
+	if barrier {
+		p.settle(ctx)
+	}
 	p.endClocks()
 	if barrier {
 		p.van.Finish()
@@ -438,6 +442,7 @@ func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
 			err = fmt.Errorf("ps: finalize: %w", public(err))
 		}
 	}
+	p.reportPushes()
 	p.stop()
 	p.mu.Lock()
 	exits := p.exits
