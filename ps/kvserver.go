@@ -120,7 +120,9 @@ func NewKVServer[T Value](n *Node, handler Handler[T], opts ...AppOption) (*KVSe
 	}
 	if err == nil {
 		a.c.gone = func() { s.old.Store(true) }
-		err = a.register(s.handle)
+		if err = a.register(s.handle); err != nil {
+			s.discardReplicas()
+		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("ps: new KVServer of app %d: %w", o.app, err)
@@ -151,6 +153,16 @@ func (s *KVServer[T]) replicate() error {
 		s.replicas[home], s.c.replicas[int32(home+1)] = r, r
 	}
 	return nil
+}
+
+// discardReplicas undoes what replicate does.
+func (s *KVServer[T]) discardReplicas() {
+	for _, r := range s.replicas {
+		r.discard()
+	}
+	if b, ok := s.handler.(*builtIn[T]); ok {
+		b.used.Store(false)
+	}
 }
 
 // forgetWorkers drops what concerns workers that have gone, and reports whether from is one of them. A

@@ -325,6 +325,16 @@ func (r *replica) close() {
 	r.hasRoom()
 }
 
+// discard ends a replica of a server that could not be made.
+func (r *replica) discard() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.closed = true
+	if r.role == joining {
+		r.po.joining[van.Rank(r.partner.ID)].Add(-1)
+	}
+}
+
 // release frees everything, when the van has stopped.
 func (r *replica) release() {
 	r.mu.Lock()

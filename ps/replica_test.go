@@ -647,6 +647,17 @@ func TestReplicaUsage(t *testing.T) {
 	}
 	_, err = NewKVServer(r.nodes[8], shared, App(3))
 	testnet.WantError(t, err, "another server has the same handler")
+	r.kill(8)
+	r.again(8)
+	unused := Sum[float64]()
+	_, err = NewKVServer(r.nodes[8], unused)
+	testnet.WantError(t, err, "app 0 has a customer 0 already")
+	if n := r.nodes[8].joining[1].Load(); n != 0 {
+		t.Errorf("the server still gets %d ranges", n)
+	}
+	if _, err := NewKVServer(r.nodes[8], unused, App(3)); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestWindow compares a window with a set of all pushes that were applied.
