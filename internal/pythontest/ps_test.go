@@ -75,7 +75,10 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
             w.push(keys, torch.ones(3, 5), command=ps.INIT).wait()
             assert (w.pull(keys, width=5).wait() == 1).all()
             apart = np.zeros((3, 11), np.float32)[:, 1::2]  # reshape(-1) copies it
-            assert w.pull(keys, width=5, out=apart).wait() is apart and (apart == 1).all(), apart
+            request = w.pull(keys, width=5, out=apart)
+            assert request.wait() is apart and (apart == 1).all(), apart
+            apart[:] = 7
+            assert request.wait() is apart and (apart == 7).all(), apart
             large = [1, 2**63 + 1]
             w.push(large, np.ones((2, 5), np.float32), command=ps.INIT).wait()
             assert (w.pull(np.array(large, np.uint64), width=5).wait() == 1).all()

@@ -108,7 +108,7 @@ class Request:
 
     def wait(self) -> Any:
         """Waits until the request has completed. Returns the pulled values: ``out``, or a new numpy array. A push
-        returns None. Raises the error of the request. If a signal handler ends the wait with an exception, it can be called
+        returns None. The first call writes to ``out``. Raises the error of the request. If a signal handler ends the wait with an exception, it can be called
         again.
         """
         with self._lock:
@@ -122,13 +122,15 @@ class Request:
                     self._error = _library.error(status)
                     quick.hvd_release(self._handle.value)
                 self._handle, self._arrays = _library.Handle(), None
-        if self._error is not None:
-            raise self._error
-        if self._results is None or self._out is None:
-            return self._results
-        target = _numpy(self._out)
-        target[...] = self._results.reshape(target.shape)
-        return self._out
+            if self._error is not None:
+                raise self._error
+            if self._out is None:
+                return self._results
+            if self._results is not None:  # only once, because the program may change out later
+                target = _numpy(self._out)
+                target[...] = self._results.reshape(target.shape)
+                self._results = None
+            return self._out
 
     def __del__(self) -> None:
         handle = getattr(self, "_handle", None)
