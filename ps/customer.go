@@ -131,6 +131,7 @@ func newCustomer(po *postoffice, app, id int) (*customer, error) {
 
 // start sends the parts of r. If a part cannot be sent, for example because ctx ends or the time limit passes
 // while the queue is full, the request fails, and start returns the error. It owns the messages in any case.
+// If it returns an error, the callback is not called.
 func (c *customer) start(ctx context.Context, r *Request) error {
 	r.c = c
 	if limit := c.po.set.OperationTimeout; limit > 0 {
@@ -172,6 +173,15 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 			for _, p := range r.parts[i+1:] {
 				p.m.Drop()
 			}
+			c.mu.Lock()
+			failed := c.pending[r.timestamp] != r
+			if !failed {
+				r.callback = nil
+			}
+			c.mu.Unlock()
+			if failed && r.callback != nil {
+				return nil // the callback gets the error
+			}
 			c.complete(r, err)
 			return fmt.Errorf("ps: %s: %w", r.of, public(err))
 		}
@@ -191,13 +201,13 @@ func (c *customer) send(ctx context.Context, r *Request, p *part, m *van.Message
 	h := m.Header
 	h.Request, h.Timestamp, h.AppId, h.CustomerId = true, r.timestamp, int32(c.key.app), int32(c.key.id)
 	h.Range = p.home
-	m.Prompt = r.callback != nil
 	if p.again != nil {
 		reading := p.reading
 		reading.Add(1)
 		m.Free = func() { reading.Add(-1) }
 	}
 	c.mu.Lock()
+	m.Prompt = r.callback != nil
 	c.advance()
 	h.Completed = c.completed
 	p.m = nil

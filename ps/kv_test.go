@@ -488,6 +488,42 @@ func TestVersions(t *testing.T) {
 	}
 }
 
+// TestCallbackOfFailedCall checks that the callback of a push is called only if PushAsync returns no error.
+func TestCallbackOfFailedCall(t *testing.T) {
+	held := make(chan struct{})
+	j := job{t: t, servers: 1, workers: 1, settings: map[string]string{"DMLC_PS_WATER_MARK": "1"}}
+	hold := func() Handler[int8] {
+		return KVHandler[int8](func(meta KVMeta, _ KVPairs[int8], s *KVServer[int8]) {
+			<-held
+			noError(t, s.Respond(meta, KVPairs[int8]{}))
+		})
+	}
+	kv(j, hold, func(po *Node, _ int, w *KVWorker[int8]) {
+		var calls atomic.Int32
+		count := Callback(func(error) { calls.Add(1) })
+		r, err := w.PushAsync(t.Context(), []uint64{1}, []int8{1}, count)
+		noError(t, err)
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		_, err = w.PushAsync(ctx, []uint64{1}, []int8{1}, count)
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("a push that waits for room has the error %v", err)
+		}
+		_, err = w.PushAsync(t.Context(), []uint64{1, 1}, []int8{1, 1}, count)
+		testnet.WantError(t, err, "sorted and unique")
+		close(held)
+		wait(t, r, nil)
+		noError(t, po.Finalize(t.Context())) // waits for callbacks
+		_, err = w.PushAsync(t.Context(), []uint64{1}, []int8{1}, count)
+		if !errors.Is(err, ErrFinalized) {
+			t.Errorf("a push after Finalize has the error %v", err)
+		}
+		if n := calls.Load(); n != 1 {
+			t.Errorf("callbacks were called %d times, want once", n)
+		}
+	})
+}
+
 // TestPlacesAreBounded checks that a server forgets where the values of lists are if these take too much
 // memory, and counts that memory right.
 func TestPlacesAreBounded(t *testing.T) {

@@ -154,9 +154,10 @@ func Cmd(cmd int32) Option { return cmdOption{cmd: cmd} }
 // sent first. The default is 0.
 func Priority(p int32) Option { return priorityOption{priority: p} }
 
-// Callback makes the worker call f once when the request has completed or failed, before Wait returns.
-// Callbacks of a worker are called one at a time. f may send requests but must not wait for any, nor call
-// Finalize or Close of its node.
+// Callback makes the worker call f once when the request has completed or failed, before Wait returns. f is
+// not called if PushAsync, PullAsync or PushPullAsync itself returns an error. Callbacks of a worker are
+// called one at a time. f may send requests but must not wait for any, nor call Finalize or Close of its
+// node.
 func Callback(f func(err error)) Option { return callbackOption{callback: f} }
 
 // Lens sets the number of values of each key of a push. Without it, each key has the same number.
