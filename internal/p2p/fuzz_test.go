@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -31,6 +32,8 @@ func (someMemory) Arena(_ context.Context, _ topo.Rank, chunk uint32) ([]byte, e
 	}
 	return make([]byte, 100), nil
 }
+
+func (someMemory) Find(b []byte) (arena.Ref, bool) { return arena.Find(b) }
 
 func (someMemory) Err(transport.Lane, topo.Rank) error { return nil }
 

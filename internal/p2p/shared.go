@@ -31,7 +31,7 @@ func (p *peer) share(o *Op) (place arena.Ref, ok bool) {
 	if !p.near {
 		return place, false
 	}
-	place, ok = arena.Find(o.Buf)
+	place, ok = p.x.cfg.Memory.Find(o.Buf)
 	return place, ok && (p.x.revoked != nil || p.x.shareWord() == nil)
 }
 

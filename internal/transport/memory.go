@@ -3,6 +3,7 @@ package transport
 import (
 	"context"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -25,6 +26,10 @@ type Memory interface {
 	// lane and rank, Peer returns the same error. If the given rank is this rank, Peer returns the segment
 	// that Share has returned.
 	Peer(ctx context.Context, lane Lane, rank topo.Rank) ([]byte, error)
+
+	// Find returns the place of b in the arenas of this process if its peers can get the chunk by Arena.
+	// Otherwise it returns false, also if b is in a chunk that this rank could not share.
+	Find(b []byte) (arena.Ref, bool)
 
 	// Arena returns a chunk of package arena in the process of the given rank, mapped read-only. id is the ID
 	// of the chunk there. Arena waits until the chunk has arrived. It fails if ctx ends, the mesh is closed,

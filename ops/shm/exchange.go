@@ -117,7 +117,7 @@ func (p *plan) pullOnly() {
 	p.reduce, p.pull = false, true
 }
 
-// findNone reports for every buffer that the buffer is not in an arena. It replaces Config.Find if tensors
+// findNone reports for every buffer that the buffer is not in an arena. It replaces Memory.Find if tensors
 // must be staged.
 func findNone([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 

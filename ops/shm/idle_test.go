@@ -19,7 +19,7 @@ import (
 // thousands of ranks of many hosts, so a backend must be small before its first operation.
 func TestUnusedBackendIsSmall(t *testing.T) {
 	opstest.UnusedIsSmall(t, func(ranks []topo.Rank) ops.Backend {
-		return shm.New(nil, 0, ranks, 0, shm.Config{})
+		return shm.New(new(rankMemory), 0, ranks, 0, shm.Config{})
 	})
 }
 

@@ -110,8 +110,8 @@ func (m *rankMemory) alloc(numBytes int) []byte {
 	return mem
 }
 
-// find is the Config.Find of the rank's backend. It finds buffers from alloc.
-func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
+// Find finds buffers from alloc.
+func (m *rankMemory) Find(b []byte) (arena.Ref, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for c, mem := range m.chunks {
@@ -164,7 +164,6 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
 			own.Oversubscribed = own.Oversubscribed || ops.Oversubscribed(n, runtime.NumCPU())
-			own.Find = mem.find
 			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i,
 				n, nil}); err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
@@ -180,7 +179,7 @@ func (m *rankMemory) both() []topo.Rank { return []topo.Rank{0, 1} }
 
 // chunkOf returns the number of the arena chunk that contains b.
 func (r *rank) chunkOf(b []byte) uint32 {
-	ref, _ := r.mem.find(b)
+	ref, _ := r.mem.Find(b)
 	return ref.Chunk
 }
 

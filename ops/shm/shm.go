@@ -80,10 +80,6 @@ type Config struct {
 	// Deterministic makes Plan refuse Adasum, because its last bits would depend on whether the ranks of a
 	// set share memory.
 	Deterministic bool
-
-	// Find returns the place of a buffer in the arenas of this process, and reports whether the buffer lies
-	// in an arena. The default is arena.Find.
-	Find func([]byte) (arena.Ref, bool)
 }
 
 // Backend is the ops.Backend of one process set on one lane.
@@ -96,7 +92,7 @@ type Backend struct {
 	lane  transport.Lane
 	ranks []topo.Rank
 	me    int
-	find  func([]byte) (arena.Ref, bool)
+	find  func([]byte) (arena.Ref, bool) // mem.Find
 
 	smallBytes     int64
 	directBytes    int64
@@ -164,12 +160,9 @@ type peer struct {
 // a job has a Backend for each set, also for those whose members are on several hosts.
 func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	b := &Backend{
-		mem: mem, lane: lane, ranks: ranks, me: me, find: cfg.Find,
+		mem: mem, lane: lane, ranks: ranks, me: me, find: mem.Find,
 		smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
 		spins: spins, yields: yields, plan: plan{stageBytes: cfg.stage(len(ranks))},
-	}
-	if b.find == nil {
-		b.find = arena.Find
 	}
 	if b.smallBytes <= 0 || b.smallBytes > smallBytes {
 		b.smallBytes = smallBytes

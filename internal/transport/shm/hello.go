@@ -14,7 +14,7 @@ import (
 
 const (
 	magic      = 0x67687368 // "ghsh"
-	version    = 3
+	version    = 4
 	helloBytes = 4 + 4 + 4
 	// maxPacketBytes is larger than the longest packet of a handshake.
 	maxPacketBytes = 256

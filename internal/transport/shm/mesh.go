@@ -44,6 +44,9 @@ type Mesh struct {
 	waker    *waker
 	wg       sync.WaitGroup
 	unwatch  func() // makes package arena stop calling offer and withdraw
+	// unshareable has the IDs of the arena chunks that this rank could not share. It is nil if there are
+	// none. Nothing changes a map in place: a changed copy replaces it while package arena holds its lock.
+	unshareable atomic.Pointer[map[uint32]bool]
 
 	// parked is true from Park until Unpark. notifyPoller is the function that was passed to OnNotify.
 	parked       atomic.Bool

@@ -295,9 +295,6 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 			return err
 		}
 		return p.addArena(m, msg.id, chunk{seg, err})
-	case keptMessage:
-		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not send the descriptor of the chunk: %w",
-			unix.Errno(uint16(msg.size)))})
 	case dropMessage:
 		return p.dropArena(m, msg.id)
 	default:

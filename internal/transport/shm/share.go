@@ -8,10 +8,10 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
-	"golang.org/x/sys/unix"
 )
 
 // errNoPeer reports that a rank is not in the group. Calls that need a rank other than this one also return
@@ -278,8 +278,9 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 	return b, nil
 }
 
-// offer shares an arena chunk of this process with all peers. offer and withdraw only queue messages, because
-// package arena holds its lock while it calls them.
+// offer shares an arena chunk of this process with all peers. If that needs a descriptor and this process has
+// none left, Find does not find tensors in the chunk. offer and withdraw only queue messages, because package
+// arena holds its lock while it calls them.
 func (m *Mesh) offer(c arena.Chunk) {
 	// Seal the chunk before a peer gets a descriptor, because peers must not write to the chunk.
 	err := c.Segment.Seal()
@@ -288,17 +289,37 @@ func (m *Mesh) offer(c arena.Chunk) {
 		f, err = duplicate(c.Segment.FD())
 	}
 	if err != nil {
-		var errno unix.Errno
-		errors.As(err, &errno)
-		m.log.Warn(fmt.Sprintf("shm: cannot send the descriptor of arena chunk %d: %v", c.ID, err))
-		m.post(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
+		m.log.Warn(fmt.Sprintf("shm: cannot share arena chunk %d, so other ranks get copies of its tensors: %v",
+			c.ID, dial.ExplainLimit(err)))
+		ids := map[uint32]bool{c.ID: true}
+		if old := m.unshareable.Load(); old != nil {
+			maps.Copy(ids, *old)
+		}
+		m.unshareable.Store(&ids)
 		return
 	}
 	m.post(message{kind: arenaMessage, id: c.ID, size: uint64(len(c.Segment.Bytes())), files: []*file{f}})
 }
 
 // withdraw tells all peers that an arena chunk of this process is no longer shared.
-func (m *Mesh) withdraw(id uint32) { m.post(message{kind: dropMessage, id: id}) }
+func (m *Mesh) withdraw(id uint32) {
+	if old := m.unshareable.Load(); old != nil && (*old)[id] {
+		ids := maps.Clone(*old)
+		delete(ids, id)
+		m.unshareable.Store(&ids)
+		return
+	}
+	m.post(message{kind: dropMessage, id: id})
+}
+
+// Find implements Sharer.
+func (m *Mesh) Find(b []byte) (arena.Ref, bool) {
+	at, ok := arena.Find(b)
+	if ids := m.unshareable.Load(); ids != nil && (*ids)[at.Chunk] {
+		return arena.Ref{}, false
+	}
+	return at, ok
+}
 
 // leaderGone returns an error for the lane if the leader, another rank, has gone. Then no more segments can
 // arrive from any rank.

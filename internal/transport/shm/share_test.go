@@ -304,20 +304,56 @@ func TestAllocDoesNotWait(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	// This test cannot stop the receiving goroutine of a peer. So it sends more messages than fit in the
 	// socket.
-	m := shm.Inner(meshes[0])
-	for i := range uint32(5000) {
-		m.Put(1, shm.KeptMessage, 1<<20+i, uint64(unix.EMFILE))
-	}
+	shm.Inner(meshes[1]).Flood(20_000)
 	b := mustAlloc(t, 65<<20)
 	at, _ := arena.Find(b)
-	if _, err := meshes[1].Arena(t.Context(), 0, at.Chunk); err != nil {
+	if _, err := meshes[0].Arena(t.Context(), 1, at.Chunk); err != nil {
 		t.Error(err)
 	}
-	_, err := meshes[1].Arena(t.Context(), 0, 1<<20+1)
-	wantErr(t, "a chunk that could not be passed", err, unix.EMFILE)
 	if err := arena.Free(b); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestOwnerLacksDescriptors makes an arena chunk while the process has no descriptor left to share it. Find
+// must not find tensors in this chunk, so that no peer waits for it. Later chunks must be shared.
+func TestOwnerLacksDescriptors(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	deliver(t, meshes, 9)
+	var segments [2]*shmem.Segment
+	for i := range segments {
+		var err error
+		if segments[i], err = shmem.CreateOpen("test", 4096); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: limit.Max}); err != nil {
+		t.Fatal(err)
+	}
+	unshared := arena.Adopt(segments[0])
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	later := arena.Adopt(segments[1])
+	for r, m := range meshes {
+		if _, ok := m.Find(segments[0].Bytes()); ok {
+			t.Errorf("rank %d finds a tensor in a chunk that the peer does not have", r)
+		}
+		if at, ok := m.Find(segments[1].Bytes()); !ok || at.Chunk != later.ID {
+			t.Errorf("rank %d: a tensor in chunk %d: got %v, %t", r, later.ID, at, ok)
+		}
+		if _, err := m.Arena(t.Context(), topo.Rank(1-r), later.ID); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := errors.Join(arena.Abandon(unshared.ID), arena.Abandon(later.ID)); err != nil {
+		t.Error(err)
+	}
+	deliver(t, meshes, 10) // the end of the chunks is no violation of the protocol
 }
 
 // TestNothingIsLeft checks that after Release and Close the process has no more mappings and open descriptors
@@ -538,7 +574,7 @@ func TestPassedOn(t *testing.T) {
 			m[1].Put(0, shm.ArenaMessage, 1<<30, 4096, unsealed(t))
 		}, 1, 1},
 		"in the name of another rank": {func(_ *testing.T, m []*shm.Mesh) {
-			m[1].PutFrom(2, 0, shm.KeptMessage, 1<<30, 1)
+			m[1].PutFrom(2, 0, shm.DropMessage, 1<<30, 0)
 		}, 1, 1},
 		"gone": {func(_ *testing.T, m []*shm.Mesh) { m[1].Put(0, shm.GoneMessage, 0, 0) }, 1, 1},
 		"closed": {func(t *testing.T, m []*shm.Mesh) {

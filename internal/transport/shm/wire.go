@@ -30,9 +30,6 @@ const (
 	// arenaMessage carries a descriptor of an arena chunk of a rank. The field id is the ID of the chunk, and
 	// the field size is its size in bytes.
 	arenaMessage
-	// keptMessage means that a rank could not send a descriptor of an arena chunk. The field id is the ID of
-	// the chunk, and the field size is the error number (errno).
-	keptMessage
 	// dropMessage means that a rank no longer shares an arena chunk. The field id is the ID of the chunk.
 	dropMessage
 	// goneMessage is sent only by the leader. It means that the leader has lost a rank. If the reason is that
@@ -46,8 +43,7 @@ const (
 )
 
 // numFDs[k] is the number of descriptors in a message of kind k.
-var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, keptMessage: 0, dropMessage: 0,
-	goneMessage: 0}
+var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, dropMessage: 0, goneMessage: 0}
 
 // message is a message on a Unix connection. from is the index in the group of the rank that it is about,
 // which is also the rank that has made it, except if the kind is goneMessage. A function that gets a message
