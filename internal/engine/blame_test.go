@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/topo"
@@ -13,7 +14,7 @@ import (
 )
 
 // The suspect of an error is the peer whose connection failed, or, if the backend cannot tell which rank
-// failed, all ranks of the operation. This rank is the only suspect of other errors.
+// failed, all ranks of the operation. This rank is the only suspect of other errors, and if it lacks memory.
 func TestBlame(t *testing.T) {
 	cause := errors.New("MPI_Test: process failed")
 	for _, c := range []struct {
@@ -22,6 +23,8 @@ func TestBlame(t *testing.T) {
 	}{
 		{cause, []topo.Rank{1}},
 		{fmt.Errorf("ops/mpi: alltoall: %w", &transport.PeerError{Peer: 2, Err: cause}), []topo.Rank{2}},
+		{fmt.Errorf("ops/tcp: allreduce: %w", &transport.PeerError{Peer: 2, Err: errors.Join(cause, syscall.ENOMEM)}),
+			[]topo.Rank{1}},
 		{fmt.Errorf("ops/mpi: allreduce: %w", &ops.UnknownRankError{Ranks: []topo.Rank{1, 3}, Err: cause}),
 			[]topo.Rank{1, 3}},
 	} {

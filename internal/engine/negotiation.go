@@ -9,6 +9,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/control"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -342,10 +343,10 @@ func (e *Engine) coordinatorReady() {
 }
 
 // blame returns the ranks to suspect after an error during execution, and the reason. The suspect is the peer
-// whose connection failed. If the backend cannot tell which rank failed, all ranks of the operation are
-// suspects. Otherwise the suspect is this rank.
+// whose connection failed, unless it failed because this rank lacks a resource. If the backend cannot tell
+// which rank failed, all ranks of the operation are suspects. Otherwise the suspect is this rank.
 func blame(err error, self topo.Rank) ([]topo.Rank, string) {
-	if p, ok := errors.AsType[*transport.PeerError](err); ok {
+	if p, ok := errors.AsType[*transport.PeerError](err); ok && (p.Peer == self || !dial.LacksResource(err)) {
 		return []topo.Rank{p.Peer}, control.Cause(err).Error()
 	}
 	if u, ok := errors.AsType[*ops.UnknownRankError](err); ok {

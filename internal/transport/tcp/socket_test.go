@@ -4,6 +4,9 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // TestCallsAreBounded checks that one system call copies at most maxRawBytes.
@@ -32,5 +35,36 @@ func TestCallsAreBounded(t *testing.T) {
 	}
 	if n, err := writeNow(pair[0], p); n != maxRawBytes || err != nil {
 		t.Errorf("wrote %d bytes and got %v, want %d bytes", n, err, maxRawBytes)
+	}
+}
+
+// TestPollWithoutDescriptors reads from a channel without waiting after a read that has waited, while the
+// process has no free descriptor. A descriptor that is not needed must not end the channel.
+func TestPollWithoutDescriptors(t *testing.T) {
+	zero, one := twoRanks(t, secret.Secret{})
+	for _, lane := range []transport.Lane{transport.Control, 1} {
+		a, b := pair(t, zero, one, lane)
+		if _, err := b.sock.enter(); err != nil { // as Read does before it waits
+			t.Fatal(err)
+		}
+		b.sock.waiters.Add(-1)
+		var limit unix.Rlimit
+		if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: limit.Max}); err != nil {
+			t.Fatal(err)
+		}
+		_, err := b.TryRead(make([]byte, 1))
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+			t.Fatal(err)
+		}
+		if err != nil || !b.sock.canLeave() {
+			t.Errorf("lane %d: got error %v; want none, and the socket in the runtime's poller", lane, err)
+		}
+		pass(t, a, b)
+		if _, err := b.TryRead(make([]byte, 1)); err != nil || b.sock.canLeave() {
+			t.Errorf("lane %d: got error %v; want none, and the socket no longer in the runtime's poller", lane, err)
+		}
 	}
 }
