@@ -27,9 +27,9 @@ type socket struct {
 	// mu is held for reading while fd is used, and for writing while the fields below change.
 	mu              sync.RWMutex
 	fd              int
-	file            *os.File // owns fd while the socket is in the runtime's poller, otherwise nil
-	raw             syscall.RawConn
-	reads, writes   time.Time // deadlines
+	file            *os.File        // owns fd from enter to leave, otherwise nil
+	raw             syscall.RawConn // set while the socket is in the runtime's poller
+	reads, writes   time.Time       // deadlines
 	closed          bool
 	waiters         atomic.Int32 // number of calls that wait in the runtime's poller
 	reader, writer  transfer
@@ -210,8 +210,10 @@ func (s *socket) enter() (syscall.RawConn, error) {
 	if s.closed {
 		return nil, net.ErrClosed
 	}
-	if s.file == nil {
-		s.file = os.NewFile(uintptr(s.fd), "socket")
+	if s.raw == nil {
+		if s.file == nil {
+			s.file = os.NewFile(uintptr(s.fd), "socket")
+		}
 		raw, err := s.file.SyscallConn()
 		if err = errors.Join(err, s.file.SetReadDeadline(s.reads),
 			s.file.SetWriteDeadline(s.writes)); err != nil {
@@ -230,7 +232,7 @@ func (s *socket) enter() (syscall.RawConn, error) {
 func (s *socket) leave() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || s.file == nil || s.waiters.Load() > 0 {
+	if s.closed || s.raw == nil || s.waiters.Load() > 0 {
 		return nil
 	}
 	fd, err := duplicate(s.fd)

@@ -68,3 +68,20 @@ func TestPollWithoutDescriptors(t *testing.T) {
 		}
 	}
 }
+
+// A socket that the runtime's poller refuses fails with an error each time it has to wait.
+func TestPollerRefusesSocket(t *testing.T) {
+	file, err := unix.MemfdCreate("not pollable", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &socket{fd: file}
+	for range 2 {
+		if raw, err := s.enter(); err == nil {
+			t.Errorf("got %v, want an error", raw)
+		}
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
