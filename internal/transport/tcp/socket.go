@@ -263,6 +263,15 @@ func (s *socket) Close() error {
 	return unix.Close(s.fd)
 }
 
+// hungUp reports whether the peer has ended its stream, or the connection is broken.
+func (s *socket) hungUp() bool {
+	// If the call fails, n is not positive, and later calls fail too.
+	n, _ := s.now(func(fd int, _ []byte) (int, error) {
+		return unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}, 0)
+	}, nil)
+	return n > 0
+}
+
 // CloseWrite ends the outgoing stream. The peer reads the end of the stream after the bytes that were sent.
 func (s *socket) CloseWrite() error {
 	_, err := s.now(func(fd int, _ []byte) (int, error) { return 0, unix.Shutdown(fd, unix.SHUT_WR) }, nil)

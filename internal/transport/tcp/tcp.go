@@ -330,6 +330,11 @@ func (e *Endpoint) handshake(nc *socket, slot *dial.Slot) error {
 	if err != nil {
 		return err
 	}
+	if nc.hungUp() {
+		// The dialer may have given up because this process did not run for long. Its next connection must
+		// not be refused as a duplicate of this one.
+		return errors.New("tcp: handshake: the dialer has already closed the connection")
+	}
 	l, err := m.reserve(h)
 	if err != nil {
 		return refuse(over, err)

@@ -582,6 +582,23 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	}
 }
 
+// TestDialerHasGone lets a dialer give up its connection before this rank calls Connect, as it does if this
+// process does not run for long. The dialer's next connection must become the channel.
+func TestDialerHasGone(t *testing.T) {
+	log, book := newLog()
+	e := listen(t, Config{Log: log})
+	first := dialRaw(t, e.Addr(), goodHello(3).encode()).(*net.TCPConn)
+	// Close returns when the end of the stream has arrived.
+	if err := errors.Join(first.SetLinger(int(hangTimeout.Seconds())), first.Close()); err != nil {
+		t.Fatal(err)
+	}
+	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
+	book.wait(t, "tcp: refused a connection", "error", "has already closed the connection")
+	if err := readAnswer(dialRaw(t, e.Addr(), goodHello(3).encode())); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestReserve checks that a channel cannot be reserved again while its handshake runs, and that it can be
 // reserved again after the handshake has failed.
 func TestReserve(t *testing.T) {
