@@ -246,6 +246,10 @@ func (e *Endpoint) accept() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
+		var s *socket
+		if err == nil {
+			s, err = newSocket(nc)
+		}
 		if err != nil {
 			if dial.IsExhausted(err) {
 				e.failWaits(dial.ExplainLimit(fmt.Errorf("tcp: accept: %w", err)))
@@ -260,11 +264,6 @@ func (e *Endpoint) accept() {
 			continue
 		}
 		pause = firstPause
-		s, err := newSocket(nc)
-		if err != nil {
-			e.logRefused(nc, err)
-			continue
-		}
 		slot := e.limiter.Acquire(s)
 		e.wg.Go(func() { e.receive(s, slot) })
 		e.limiter.Settle()

@@ -663,15 +663,27 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 }
 
 // failingListener is a listener whose first calls of Accept return EMFILE. failures is the number of these
-// calls.
+// calls. If last is set, these calls take the last descriptor instead, so that it cannot be duplicated.
 type failingListener struct {
 	net.Listener
 	failures int
+	last     bool
+}
+
+// lastConn is a connection whose descriptor cannot be duplicated.
+type lastConn struct{ net.Conn }
+
+func (lastConn) SyscallConn() (syscall.RawConn, error) {
+	return nil, os.NewSyscallError("fcntl", syscall.EMFILE)
 }
 
 func (l *failingListener) Accept() (net.Conn, error) {
 	if l.failures > 0 {
 		l.failures--
+		if l.last {
+			nc, _ := net.Pipe()
+			return lastConn{nc}, nil
+		}
 		return nil, &net.OpError{Op: "accept", Net: "tcp", Err: os.NewSyscallError("accept4", syscall.EMFILE)}
 	}
 	return l.Listener.Accept()
@@ -680,7 +692,7 @@ func (l *failingListener) Accept() (net.Conn, error) {
 func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 	ln := testnet.Listen(t)
 	log, book := newLog()
-	e0, e1 := listen(t, Config{}), newEndpoint(Config{Log: log}, &failingListener{ln, 3})
+	e0, e1 := listen(t, Config{}), newEndpoint(Config{Log: log}, &failingListener{ln, 3, false})
 	t.Cleanup(func() {
 		if err := e1.Close(); err != nil {
 			t.Error(err)
@@ -701,18 +713,20 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 // TestAcceptWithoutDescriptors checks that Conn fails at once if its rank has no file descriptor left to
 // accept a peer's connection. The error must not blame the peer.
 func TestAcceptWithoutDescriptors(t *testing.T) {
-	ln := testnet.Listen(t)
-	e0, e1 := listen(t, Config{}), newEndpoint(Config{}, &failingListener{ln, math.MaxInt})
-	t.Cleanup(func() {
-		if err := e1.Close(); err != nil {
-			t.Error(err)
+	for _, last := range []bool{false, true} {
+		ln := testnet.Listen(t)
+		e0, e1 := listen(t, Config{}), newEndpoint(Config{}, &failingListener{ln, math.MaxInt, last})
+		t.Cleanup(func() {
+			if err := e1.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+		_, err := m.Conn(testnet.Context(t), transport.Control, 0)
+		if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) ||
+			!strings.Contains(err.Error(), "ulimit -n") {
+			t.Errorf("last %t: got %v (%v), want that this process has no descriptors", last, err, peer)
 		}
-	})
-	m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	_, err := m.Conn(testnet.Context(t), transport.Control, 0)
-	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) ||
-		!strings.Contains(err.Error(), "ulimit -n") {
-		t.Errorf("got %v (%v), want that this process has no descriptors", err, peer)
 	}
 }
 
