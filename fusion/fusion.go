@@ -121,9 +121,9 @@ type Buffer struct {
 }
 
 // Bytes returns n bytes of memory that are valid until the next call of Bytes. Their contents are undefined.
-// The memory is aligned for every element type.
+// The memory is aligned for every element type. The result is not nil, also if n is 0.
 func (b *Buffer) Bytes(n int) []byte {
-	if cap(b.mem) < n {
+	if cap(b.mem) < max(n, 1) {
 		// Go aligns allocations of 8 or more bytes to 8 bytes.
 		b.mem = make([]byte, max(n, 4096))
 	}

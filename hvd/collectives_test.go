@@ -223,21 +223,13 @@ func TestEveryType(t *testing.T) {
 func TestAlltoallInPlace(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, me := e.Size(), e.Rank()
-		// Each rank sends all its rows to the next rank.
-		splits := make([]int, n)
-		splits[(me+1)%n] = 2
-		x := []int32{int32(me), 1, int32(me), 2}
-		before := int32((me + n - 1) % n)
-		got, received, err := hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.On(e))
-		if err != nil || &got[0] != &x[0] || !slices.Equal(x, []int32{before, 1, before, 2}) ||
-			received[before] != 2 {
-			t.Errorf("rank %d: got %v, %v rows and error %v", me, x, received, err)
-		}
 		// Every rank sends all its rows to rank 0. Rank 0 receives more rows than it sends, and the other
-		// ranks receive none, so every rank gets an error.
-		splits = make([]int, n)
+		// ranks receive none, so every rank gets an error. This comes first, while the ranks have no fusion
+		// buffer.
+		splits := make([]int, n)
 		splits[0] = 2
-		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"),
+		x := []int32{int32(me), 1, int32(me), 2}
+		_, _, err := hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"),
 			hvd.On(e))
 		bytes, rows := 0, slices.Repeat([]int{0}, n)
 		if me == 0 {
@@ -248,6 +240,15 @@ func TestAlltoallInPlace(t *testing.T) {
 			bytes, rows)
 		if err == nil || err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s", me, err, want)
+		}
+		// Each rank sends all its rows to the next rank.
+		splits = make([]int, n)
+		splits[(me+1)%n] = 2
+		before := int32((me + n - 1) % n)
+		got, received, err := hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.On(e))
+		if err != nil || &got[0] != &x[0] || !slices.Equal(x, []int32{before, 1, before, 2}) ||
+			received[before] != 2 {
+			t.Errorf("rank %d: got %v, %v rows and error %v", me, x, received, err)
 		}
 		checkUsable(ctx, t, e.ProcessSets()[0], "all to one")
 	})
