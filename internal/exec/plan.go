@@ -32,7 +32,7 @@ func (x *Executor) Plan(members []topo.Rank, r *message.Response, numBytes int64
 }
 
 // planTypes chooses the backend and the algorithm of r. If r is a group with several element types, they are
-// reduced one after another, and all types must have the same backend. If the algorithms for the types
+// reduced one after another, by the first backend that can run all types. If the algorithms for the types
 // differ, planTypes chooses message.Direct, which has no preconditions.
 func planTypes(backends ops.Registry, members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (backend message.Backend, algorithm message.Algorithm, err error) {
@@ -50,6 +50,10 @@ func planTypes(backends ops.Registry, members []topo.Rank, r *message.Response, 
 		case backend == message.NoBackend:
 			backend, algorithm = b, a
 		case b != backend:
+			// The first backend of the list cannot run one of the two types.
+			if b, a, err := planTypes(backends[1:], members, r, numBytes, t); err == nil {
+				return b, a, nil
+			}
 			return message.NoBackend, message.NoAlgorithm,
 				fmt.Errorf("no backend supports all element types of the group: the backend is %v for %v, but %v for another type", b, dt, backend)
 		case a != algorithm:

@@ -1,6 +1,7 @@
 package exec
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/gohvd/gohvd/controller"
@@ -97,5 +98,28 @@ func TestResultsOnDevicesHaveTheirOwnLimit(t *testing.T) {
 				t.Errorf("%d bytes, on a device %t: got error %v", numBytes, onDevice, err)
 			}
 		}
+	}
+}
+
+// A group of several element types runs on the first backend that can run all of them.
+func TestPlanOfSeveralTypes(t *testing.T) {
+	without := func(id message.Backend, refused tensor.DType) ops.Registration {
+		return ops.Registration{ID: id, Plan: func(_ []topo.Rank, r *message.Response, _ int64,
+			_ *message.Tuning) (message.Algorithm, error) {
+			if r.DType == refused {
+				return message.NoAlgorithm, errors.New("not this type")
+			}
+			return message.Direct, nil
+		}}
+	}
+	group := &message.Response{Kind: message.Allreduce,
+		Parts: message.Parts{}.Append(tensor.Float32, tensor.Shape{2}).Append(tensor.Int32, tensor.Shape{2})}
+	all := ops.Registry{without(message.MPI, tensor.Float32), without(message.SHM, tensor.Int32),
+		without(message.TCP, tensor.Float64)}
+	if got, _, err := planTypes(all, nil, group, 16, nil); got != message.TCP || err != nil {
+		t.Errorf("got backend %v and error %v, want %v", got, err, message.TCP)
+	}
+	if got, _, err := planTypes(all[:2], nil, group, 16, nil); err == nil {
+		t.Errorf("got backend %v, want an error, because none can run both types", got)
 	}
 }
