@@ -63,32 +63,43 @@ static void unblock_after_fork(void) {
 
 char gohvd_poller[64];
 
-// close_if_socket closes the socket that a line of the file gohvd_poller names by its descriptor and its inode. The
-// parent may have another one with this descriptor by now, so the inode must be the same.
-static void close_if_socket(const char *line) {
+static void close_sockets(const char *poller, int nested);
+
+// close_one closes the socket that a line of a file of close_sockets names by its descriptor and its inode. The parent
+// may have another one with this descriptor by now, so the inode must be the same. If the line names an epoll instance
+// instead, close_one closes the sockets there.
+static void close_one(const char *line, int nested) {
 	const char *inode = strstr(line, "ino:");
 	struct stat s;
 	if (!strncmp(line, "tfd:", 4) && inode) {
 		int fd = (int)strtol(line + 4, NULL, 10);
-		if (!fstat(fd, &s) && S_ISSOCK(s.st_mode) && s.st_ino == strtoull(inode + 4, NULL, 16)) {
+		if (fstat(fd, &s) || s.st_ino != strtoull(inode + 4, NULL, 16)) {
+			return;
+		}
+		if (S_ISSOCK(s.st_mode)) {
 			close(fd);
+		} else if (nested) {
+			char poller[sizeof gohvd_poller];
+			snprintf(poller, sizeof poller, "/proc/self/fdinfo/%d", fd);
+			close_sockets(poller, nested - 1);
 		}
 	}
 }
 
 // close_sockets closes the sockets of this library in a child. Otherwise other ranks would not notice the death of the
-// parent while the child lives.
-static void close_sockets(void) {
+// parent while the child lives. The kernel lists them in the file poller, and those in epoll instances that are nested
+// in that of the file in the files of these.
+static void close_sockets(const char *poller, int nested) {
 	char buffer[4096];
 	size_t have = 0;
 	ssize_t n;
-	int f = gohvd_poller[0] ? open(gohvd_poller, O_RDONLY | O_CLOEXEC) : -1;
+	int f = open(poller, O_RDONLY | O_CLOEXEC);
 	while (f >= 0 && (n = read(f, buffer + have, sizeof buffer - 1 - have)) > 0) {
 		buffer[have += (size_t)n] = 0;
 		char *line = buffer, *end;
 		for (; (end = strchr(line, '\n')); line = end + 1) {
 			*end = 0;
-			close_if_socket(line);
+			close_one(line, nested);
 		}
 		have -= (size_t)(line - buffer);
 		memmove(buffer, line, have);
@@ -96,14 +107,16 @@ static void close_sockets(void) {
 	if (f >= 0) {
 		close(f);
 	}
-	gohvd_poller[0] = 0; // the child may use these descriptors for other files before it forks itself
 }
 
 // after_fork is called in a child. SIGTERM must not wait there for a goroutine, which would never run.
 static void after_fork(void) {
 	struct sigaction a;
 	forked = 1;
-	close_sockets();
+	if (gohvd_poller[0]) {
+		close_sockets(gohvd_poller, 2);
+		gohvd_poller[0] = 0; // the child may use these descriptors for other files before it forks itself
+	}
 	if (!sigaction(SIGTERM, NULL, &a) && is_ours(&a)) {
 		sigaction(SIGTERM, &first_term, NULL);
 	}

@@ -22,9 +22,9 @@ enum {
 extern char *gohvd_path;
 
 /* The file in which the kernel lists the descriptors of which the poller of the Go runtime learns events. The control
- * connections of a rank are among them, whose end tells the other ranks of a death. The socket to a sidecar, which
- * watches the process, is not, nor are connections that the library polls itself. It is an empty text if the file is not
- * known. */
+ * connections of a rank are among them, whose end tells the other ranks of a death, or in epoll instances that are among
+ * them, if the library polls the connections itself. The socket to a sidecar, which watches the process, is not. It is an
+ * empty text if the file is not known. */
 extern char gohvd_poller[64];
 
 /* gohvd_restore_limit undoes the change of the Go runtime to the limit of open files. */

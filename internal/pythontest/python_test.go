@@ -383,10 +383,10 @@ func script(t *testing.T, program string) string {
 // rank open.
 func TestPythonWorkerOutlivesRank(t *testing.T) {
 	testnet.NeedTorch(t) // which brings numpy
-	for _, sidecar := range []string{"", "spawn"} {
-		t.Run("sidecar="+sidecar, func(t *testing.T) {
+	for _, setting := range []string{"HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_CPU_OPERATIONS=tcp", "HVD_SIDECAR=spawn"} {
+		t.Run(setting, func(t *testing.T) {
 			t.Parallel()
-			ends := ranksOf(t, 2, []string{"HVD_SIDECAR=" + sidecar, "HVD_LIVENESS_SECONDS=3600"},
+			ends := ranksOf(t, 2, []string{setting, "HVD_LIVENESS_SECONDS=3600"},
 				script(t, pythonVictim), "SIGKILL")
 			out, err := ends[0]()
 			if err != nil || !namesRank1.MatchString(out) {
