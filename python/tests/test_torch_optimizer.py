@@ -23,6 +23,7 @@ from torch.nn import functional
 from gohvd import _engine
 from gohvd.torch import optimizer as module
 
+TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 ROWS = 4  # the number of rows in a rank's batch
 # Each entry has a convolution, the memory format of its weights, and the number of spatial dimensions of its input.
 LAYOUTS = (
@@ -476,6 +477,28 @@ class Training(OptimizerTest):
                     (p * by * (self.rank + 1)).sum().backward()
                 optimizer.step()
                 self.close(p.detach(), -by * (self.size + 1) / 2, 1e-5)
+
+    def test_a_transposed_weight(self) -> None:
+        """Gradients have the strides of their weights, because fused optimizers do not look at strides."""
+        fused = {"fused": True} if TORCH >= (2, 4) else {}
+        for make in (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, **fused), lambda p: torch.optim.AdamW(p, lr=0.1, **fused),
+        ):  # fmt: skip
+            for views in (True, False):
+                p, unused, want = (torch.nn.Parameter(torch.ones(3, 4).t()) for _ in range(3))
+                optimizer = hvd.DistributedOptimizer(
+                    make([p, unused]), [("p", p), ("unused", unused)], gradient_as_arena_view=views
+                )
+                reference = make([want])
+                by = torch.arange(-6.0, 6.0).reshape(4, 3)
+                for _ in range(2):
+                    for q, o, factor in ((p, optimizer, 2.0 * self.rank), (want, reference, self.size - 1.0)):
+                        o.zero_grad(set_to_none=True)
+                        (q * by * factor).sum().backward()
+                        o.step()
+                self.close(p.detach(), want.detach(), 1e-5)
+                if self.size > 1:
+                    self.assertEqual([q.grad.stride() for q in (p, unused)], [p.stride()] * 2)
 
     def test_a_layout_that_changes(self) -> None:
         conv = torch.nn.Conv2d(2, 3, 2, bias=False)

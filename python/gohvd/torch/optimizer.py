@@ -358,8 +358,8 @@ class _Memory:
         self._last: Callable[[], memoryview | None] = lambda: None
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the size, type and memory layout of like. The layout must be the same as that of the
-        parameter, because autograd requires this of gradients.
+        """Returns a tensor with the size, type and memory layout of like, which _can_be_shared. The layout must be the same
+        as that of the parameter, because autograd and fused optimizers require this of gradients.
         """
         count = like.numel()
         if count == 0:
@@ -467,8 +467,7 @@ class _DistributedOptimizer(_Distributed):
             elif self._views and _can_be_shared(p):
                 p.grad = self._memory_of(p).tensor(p).zero_()
             else:
-                order = torch.preserve_format if _is_channels_last(p) else torch.contiguous_format
-                p.grad = torch.zeros_like(p, memory_format=order)
+                p.grad = torch.zeros_like(p)
         elif grad.is_sparse:
             self._was_sparse[p] = grad.sparse_dim()
         elif self._views and _can_be_shared(grad):
@@ -593,7 +592,7 @@ class _DistributedOptimizer(_Distributed):
             output = self._compression.decompress(output, ctx)
         grad = p.grad
         if grad is None:
-            p.grad = _unflat(output, p.shape).to(p.dtype)
+            p.grad = torch.empty_like(p).copy_(_unflat(output, p.shape))
         elif grad.is_sparse:
             # The values are written to the existing gradient, as for dense gradients, because the program may refer to
             # this object.
@@ -750,8 +749,8 @@ def _always_alone() -> bool:
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor can be in shared memory: it is dense and on the CPU."""
-    return tensor.is_cpu and tensor.layout is torch.strided
+    """Returns whether a tensor can be in shared memory: it is dense, on the CPU, and in an order that _Memory keeps."""
+    return tensor.is_cpu and tensor.layout is torch.strided and (tensor.is_contiguous() or _is_channels_last(tensor))
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
@@ -879,9 +878,10 @@ def DistributedOptimizer(
         every rank must have them in every step, or pass sparse_as_dense.
     sparse_as_dense: if true, sparse gradients are sent as dense tensors.
     process_set: the ranks that reduce their gradients. Other ranks send nothing.
-    gradient_as_arena_view: if true, dense gradients on the CPU are moved into shared memory when they first appear.
-        p.grad stays there and is reduced without a copy. After zero_grad(set_to_none=True) the next gradient is moved
-        again. If the process forks, parent and child share the gradients.
+    gradient_as_arena_view: if true, dense gradients on the CPU that are contiguous or in channels_last order are moved
+        into shared memory when they first appear. p.grad stays there and is reduced without a copy. After
+        zero_grad(set_to_none=True) the next gradient is moved again. If the process forks, parent and child share the
+        gradients.
 
     The optimizer can be copied and pickled, except between backward and step. A pickle can only be loaded in a job.
 
