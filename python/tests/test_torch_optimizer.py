@@ -967,6 +967,26 @@ class TheOptimizerItself(OptimizerTest):
                 loss_of(model, batch(step, self.rank)).backward()
             optimizer.step()
 
+    def test_copies_with_frozen_members_of_groups(self) -> None:
+        """Parameters of a group that are frozen now keep their values, also if only some ranks have made a copy."""
+        for copied in (True, self.rank == 0):
+            for groups in (1, 4):
+                model = network()
+                optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), groups=groups)
+                self.steps(model, optimizer, 2)
+                model[0].requires_grad_(False)
+                optimizer.zero_grad(set_to_none=True)
+                if copied:
+                    model, optimizer = copy.deepcopy((model, optimizer))
+                before = [p.detach().clone() for p in model.parameters()]
+                for step in range(2):
+                    optimizer.zero_grad(set_to_none=True)
+                    loss_of(model, batch(step, self.rank)).backward()
+                    optimizer.step()
+                kept = [torch.equal(p, b) for p, b in zip(model.parameters(), before)]
+                self.assertEqual(kept, [True, True, False, False])
+                self.same_at_all_ranks(model)
+
     def test_no_copies_in_the_middle_or_outside(self) -> None:
         model = network()
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())

@@ -532,9 +532,11 @@ class _DistributedOptimizer(_Distributed):
             self._hook_thawed()
             # An optimizer changes the parameters that have a gradient, even if it is zero. So a parameter that is frozen
             # again must have none afterwards. It is reduced all the same, because other ranks may have a gradient.
-            frozen = [p for p in self._requires_update if not p.requires_grad and p.grad is None]
+            # That of a copy may have no hook and be a member of a group.
+            reduced = {**self._requires_update, **self._p_to_group}
+            frozen = [p for p in reduced if not p.requires_grad and p.grad is None]
             submitted = {p for key in self._handles if isinstance(key, tuple) for p in key}
-            for p in self._requires_update:
+            for p in reduced:
                 if p in self._handles or p in submitted:
                     continue
                 group = self._p_to_group.get(p)
