@@ -704,6 +704,23 @@ class Sparse(OptimizerTest):
         self.close(model.used.weight.detach(), want, 1e-6)
         self.equal(model.unused.weight.detach(), torch.zeros(4, 2))
 
+    def test_an_embedding_without_a_gradient(self) -> None:
+        """SparseAdam, which refuses dense gradients, skips a table that no rank has used, as in torch."""
+        for options in ({}, dict(groups=1), dict(sparse_as_dense=True)):
+            tables = torch.nn.ModuleList(torch.nn.Embedding(4, 2, sparse=True) for _ in range(2))
+            for p in tables.parameters():
+                p.data.zero_()
+            optimizer = torch.optim.SparseAdam(list(tables.parameters()), lr=1.0)
+            optimizer = hvd.DistributedOptimizer(optimizer, tables.named_parameters(), **options)
+            for step in range(2):
+                optimizer.zero_grad(set_to_none=True)
+                tables[0](torch.tensor([1])).sum().backward()
+                if step == 1 and self.rank == 0:
+                    tables[1](torch.tensor([2])).sum().backward()
+                optimizer.step()
+                changed = [p.detach().ne(0).any(1).tolist() for p in tables.parameters()]
+                self.assertEqual(changed, [[False, True, False, False], [False, False, step == 1, False]])
+
 
 class Synchronizing(OptimizerTest):
     def start(self, **options):

@@ -461,7 +461,8 @@ class _DistributedOptimizer(_Distributed):
         """
         grad = p.grad
         if grad is None:
-            dims = self._was_sparse.get(p)
+            # SparseAdam refuses dense gradients.
+            dims = self._was_sparse.get(p, 1 if isinstance(self, torch.optim.SparseAdam) else None)
             if dims is not None:
                 p.grad = torch.zeros_like(p).to_sparse(dims)
             elif self._views and _can_be_shared(p):
