@@ -572,6 +572,27 @@ class Training(OptimizerTest):
             # different here.
             self.same_weights(model, want, 1e-6 if again else 1e-10)
 
+    def test_closure_with_a_line_search(self) -> None:
+        """LBFGS decides by the loss, which is the loss of all ranks, so all ranks call the closure equally often."""
+        for op, kind in ((hvd.Average, torch.Tensor), (hvd.Sum, float)):
+            model, calls = network(), []
+            lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+            optimizer = hvd.DistributedOptimizer(lbfgs, model.named_parameters(), op=op)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = functional.mse_loss(model(batch(0, self.rank)), torch.full((ROWS, 2), 3.0 * self.rank).double())
+                loss.backward()
+                calls.append(loss.item())
+                return loss if kind is torch.Tensor else loss.item()
+
+            first = optimizer.step(closure)
+            self.assertIsInstance(first, kind)
+            self.assertEqual(len(set(hvd.allgather_object(len(calls)))), 1)
+            losses = hvd.allgather_object(calls[0])
+            self.assertAlmostEqual(float(first), sum(losses) / (self.size if op == hvd.Average else 1))
+            self.same_at_all_ranks(model)
+
     def test_closure_after_backward(self) -> None:
         model = network()
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())

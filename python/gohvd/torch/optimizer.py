@@ -24,6 +24,7 @@ from gohvd.torch.mpi_ops import (
     Average,
     Max,
     SparseSum,
+    Sum,
     alloc_tensor,
     allreduce,
     allreduce_async_,
@@ -643,7 +644,8 @@ class _DistributedOptimizer(_Distributed):
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a function that calls closure, waits until the gradients are reduced over all ranks, and returns the
-        loss. If operations are in flight already, it waits for them first.
+        loss. If operations are in flight already, it waits for them first. The loss of LBFGS, which decides by it, is
+        reduced too.
         """
         if self._handles:
             self.synchronize()
@@ -652,9 +654,18 @@ class _DistributedOptimizer(_Distributed):
             loss = closure()
             self.synchronize()
             self._synchronized = False
-            return loss
+            return self._reduce_loss(loss) if self._hooked and isinstance(self, torch.optim.LBFGS) else loss
 
         return synchronizing
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        """Returns the loss of all ranks: their sum with Sum, or else their average."""
+        is_tensor = isinstance(loss, torch.Tensor)
+        mine = torch.tensor(loss.item() if is_tensor else loss, dtype=torch.float64, device="cpu")
+        name = f"{min(self._parameter_names.values())}.loss"  # the order of the parameters may differ between ranks
+        op = Sum if self.op == Sum else Average
+        everyones = allreduce(mine, name=name, op=op, process_set=self.process_set)
+        return everyones.to(loss) if is_tensor else everyones.item()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._synchronized = False
@@ -888,8 +899,12 @@ def DistributedOptimizer(
 
     The optimizer can be copied and pickled, except between backward and step. A pickle can only be loaded in a job.
 
-    If step is called with a closure, the optimizer synchronizes after each call of the closure. Raises ValueError if
-    arguments are invalid or contradict each other. backward, synchronize and step raise the errors of the operations.
+    If step is called with a closure, the optimizer synchronizes after each call of the closure. LBFGS also gets the average
+    of the ranks' losses, or their sum with op=Sum. If another optimizer decides by the loss, the closure must return the
+    same value at all ranks.
+
+    Raises ValueError if arguments are invalid or contradict each other. backward, synchronize and step raise the errors
+    of the operations.
     """
     if gradient_predivide_factor != 1.0:
         if rocm_built():
