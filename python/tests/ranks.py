@@ -22,6 +22,9 @@ INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (1,), (0,), (17,), (3, 4), (2, 3, 5), (1000,)]
 
+# The option with which torch's optimizers use kernels that do not look at the strides of tensors, if the CPU has these.
+FUSED = {"fused": True} if tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 4) else {}
+
 # The time limit of a test in seconds. If a test takes longer, for example because a rank has failed, it ends and prints
 # where each thread waits.
 _LIMIT_SECONDS = 300

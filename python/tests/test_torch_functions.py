@@ -12,7 +12,7 @@ from unittest import mock
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
-from ranks import RanksTest, hvd
+from ranks import FUSED, RanksTest, hvd
 
 OPTIMIZERS = {
     "SGD": dict(lr=0.1),
@@ -157,6 +157,29 @@ class OptimizerState(RanksTest):
                     steps(mine, optimizer, 1)
                     steps(model, want, 1)
                     self.close(mine.weight.detach(), model.weight.detach(), 1e-5)
+
+    def test_strides_and_types(self) -> None:
+        """The state has the types of the root and the strides of the weights, on which fused optimizers rely."""
+        for name, dtype, more in (("AdamW", torch.float32, FUSED), ("NAdam", torch.bfloat16, {})):
+            torch.manual_seed(0)
+            model = torch.nn.Conv2d(3, 4, 2).to(dtype, memory_format=torch.channels_last)
+            optimizer = make(name, model, **more)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(torch.arange(27.0).reshape(1, 3, 3, 3).to(dtype)).pow(2).mean().backward()
+                optimizer.step()
+
+            for _ in range(2 if self.rank == 0 else 0):
+                step()
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            every = hvd.allgather_object([
+                {k: (v.dtype, v.stride(), v.tolist()) for k, v in optimizer.state[p].items()} for p in model.parameters()
+            ])  # fmt: skip
+            self.assertEqual(every, every[:1] * self.size)
+            step()
+            self.equal(model.weight.detach(), hvd.broadcast(model.weight.detach().contiguous(), 0))
 
     def test_a_root_without_state(self) -> None:
         model = torch.nn.Linear(3, 2)

@@ -17,13 +17,12 @@ from unittest import mock
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
-from ranks import RanksTest, adasum, hvd
+from ranks import FUSED, RanksTest, adasum, hvd
 from torch.nn import functional
 
 from gohvd import _engine
 from gohvd.torch import optimizer as module
 
-TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 ROWS = 4  # the number of rows in a rank's batch
 # Each entry has a convolution, the memory format of its weights, and the number of spatial dimensions of its input.
 LAYOUTS = (
@@ -480,9 +479,8 @@ class Training(OptimizerTest):
 
     def test_a_transposed_weight(self) -> None:
         """Gradients have the strides of their weights, because fused optimizers do not look at strides."""
-        fused = {"fused": True} if TORCH >= (2, 4) else {}
         for make in (
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, **fused), lambda p: torch.optim.AdamW(p, lr=0.1, **fused),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, **FUSED), lambda p: torch.optim.AdamW(p, lr=0.1, **FUSED),
         ):  # fmt: skip
             for views in (True, False):
                 p, unused, want = (torch.nn.Parameter(torch.ones(3, 4).t()) for _ in range(3))

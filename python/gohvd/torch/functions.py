@@ -177,6 +177,24 @@ def send_optimizer_state(optimizer: torch.optim.Optimizer, route: Route, model: 
     if ends_here:
         with in_place(optimizer):
             optimizer.load_state_dict(_put_in(tree, iter(wires)))
+        _make_alike(optimizer, _put_in(tree, iter(wires)))
+
+
+def _make_alike(optimizer: torch.optim.Optimizer, sent: dict[str, Any]) -> None:
+    """Gives loaded state the types that were sent and the strides of its parameters, as at the root. load_state_dict has
+    cast it to the types of the parameters. Fused optimizers do not look at strides.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in sent["param_groups"] for number in group["params"]]
+    for p, number in zip(params, numbers):
+        state = optimizer.state[p] if number in sent["state"] else {}
+        for key, value in state.items():
+            wire = sent["state"][number].get(key)
+            if not isinstance(value, torch.Tensor) or not isinstance(wire, torch.Tensor):
+                continue
+            like = p if value.shape == p.shape else value
+            if value.dtype != wire.dtype or value.stride() != like.stride():
+                state[key] = torch.empty_like(like, dtype=wire.dtype, device=value.device).copy_(wire)
 
 
 @contextlib.contextmanager
