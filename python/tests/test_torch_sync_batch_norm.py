@@ -99,6 +99,18 @@ class SyncBatchNorm(RanksTest):
             self.close(layer(torch.ones(1, 2)).detach(), torch.ones(1, 2), 1e-4)
         hvd.barrier()
 
+    def test_in_place_after_it(self) -> None:
+        for affine in (True, False):
+            x = torch.randn(4, 2, requires_grad=True)
+            hvd.SyncBatchNorm(2, affine=affine)(x).relu_().sum().backward()
+            self.assertEqual(x.grad.shape, x.shape)
+
+    def test_no_second_derivative(self) -> None:
+        x = torch.randn(4, 2, requires_grad=True)
+        (g,) = torch.autograd.grad(hvd.SyncBatchNorm(2)(x).pow(3).sum(), x, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+            g.sum().backward()
+
     def test_what_cannot_be_normalized(self) -> None:
         with self.assertRaises(ValueError):
             hvd.SyncBatchNorm(2)(torch.ones(2))

@@ -16,7 +16,7 @@ class SyncBatchNorm(_BatchNorm):
 
     The input has the shape (N, C, ...). N may differ between ranks, and may be 0. In training each forward pass makes
     one allgather of 2C+1 elements, and each backward pass one allreduce of 2C elements. So all ranks must make their
-    passes in the same order. As in other layers, the gradients of weight and bias are those of this rank's batch, and
+    passes in the same order. There are no second derivatives. As in other layers, the gradients of weight and bias are those of this rank's batch, and
     DistributedOptimizer combines them.
     """
 
@@ -92,10 +92,15 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(normal, invstd, weight)
         ctx.total, ctx.rest, ctx.shape = total, rest, shape
         ctx.mark_non_differentiable(mean, variance, total)
-        output = normal if weight is None else normal * weight.to(wide).view(shape) + bias.to(wide).view(shape)
-        return output.to(input.dtype), mean, variance, total
+        if weight is None:
+            output = normal.to(input.dtype, copy=True)  # the program may change the output in place
+        else:
+            output = (normal * weight.to(wide).view(shape) + bias.to(wide).view(shape)).to(input.dtype)
+        return output, mean, variance, total
 
+    # normal and invstd, which backward uses, are constants for autograd. So a second derivative would be wrong.
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
         normal, invstd, weight = ctx.saved_tensors
         dy = grad.to(normal.dtype)
