@@ -128,6 +128,24 @@ class Autograd(RanksTest):
         self.close(xs[0].grad, want)
         self.close(xs[1].grad, want.repeat_interleave(2).reshape(-1, 1).expand(-1, 2))
 
+    def test_second_derivatives(self) -> None:
+        """The gradients of each operation have gradients at every rank, as for a gradient penalty."""
+        n = float(self.size)
+        for op, want in (
+            (lambda x: hvd.allreduce(x, op=hvd.Sum), 2 * n * n),
+            (lambda x: hvd.grouped_allreduce([x], op=hvd.Average)[0], 2.0),
+            (lambda x: hvd.allgather(x), 2 / n),
+            (lambda x: hvd.grouped_allgather([x])[0], 2 / n),
+            (lambda x: hvd.broadcast(x, 0), 2 / n if self.rank == 0 else 0.0),
+            (lambda x: hvd.alltoall(x), 2.0),
+            (lambda x: hvd.reducescatter(x, op=hvd.Sum), 2 * n * n),
+            (lambda x: hvd.grouped_reducescatter([x], op=hvd.Average)[0], 2.0),
+        ):
+            x = leaf(self.size, 2)
+            (g,) = torch.autograd.grad((op(x) ** 2).sum(), x, create_graph=True)
+            (h,) = torch.autograd.grad(g.sum(), x)
+            self.close(h, torch.full_like(x, want))
+
     def test_known_shapes(self) -> None:
         """The engine gets the shapes of gradients, because it needs them to run the operations on CUDA devices."""
         n, given = self.size, []

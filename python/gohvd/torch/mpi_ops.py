@@ -702,7 +702,8 @@ class HorovodBroadcast(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         grad = allreduce(grad_output.contiguous(), op=Average, process_set=ctx.ps)
         if rank() != ctx.root_rank:
-            grad = torch.zeros_like(grad)
+            # Zeros with a graph: in a second backward pass, all ranks run the allreduce of their gradients.
+            grad = grad.masked_fill(torch.ones((), dtype=torch.bool, device=grad.device), 0)
         return grad, None, None, None
 
 
@@ -876,8 +877,12 @@ class HorovodAlltoall(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> Any:
         shape = (ctx.sent,) + tuple(grad_output.shape[1:])
         gradient = grad_output.contiguous()
-        how = operation(ALLTOALL, splits=_splits(ctx.received, gradient, ctx.ps))
-        grad = _call(_torch, how, None, ctx.ps, gradient, wait=True, outputs=(shape,))
+        received = ctx.received.tolist()
+        if _wants_grad(gradient):
+            grad, _ = HorovodAlltoall.apply(gradient, received, None, ctx.ps)
+        else:
+            how = operation(ALLTOALL, splits=_splits(received, gradient, ctx.ps))
+            grad = _call(_torch, how, None, ctx.ps, gradient, wait=True, outputs=(shape,))
         if grad.shape[0] < ctx.rows:
             # The rows after the last split were not sent to any rank, so their gradient is zero.
             rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
