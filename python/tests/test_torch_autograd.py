@@ -78,8 +78,11 @@ class Autograd(RanksTest):
         self.equal(narrow.grad, torch.full((3,), 2.0 * self.size, dtype=torch.float64))
 
     def test_grouped_allgather(self) -> None:
-        xs = [leaf(self.rank + 1), leaf(2, 2)]
+        xs = [leaf(self.rank + 1), leaf(2, 2), torch.tensor([self.rank > 0]), torch.tensor([self.rank])]
         outputs = hvd.grouped_allgather(xs)
+        self.equal(outputs[2], torch.arange(self.size) > 0)
+        self.equal(outputs[3], torch.arange(self.size))
+        outputs = outputs[:2]  # the others are not floating-point, so they have no gradients
         ramps = [torch.arange(y.numel(), dtype=torch.float64).reshape(y.shape) for y in outputs]
         torch.autograd.backward(list(outputs), [ramp * self.mine for ramp in ramps])
         before = self.rank * (self.rank + 1) // 2

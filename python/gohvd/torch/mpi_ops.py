@@ -656,9 +656,12 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
-        grads = grouped_allreduce([g.contiguous() for g in grad_output], op=Average, process_set=ctx.ps)
-        own = [g.narrow(0, begin, rows) for g, (begin, rows) in zip(grads, _gathered_rows(ctx.rows, ctx.ps))]
-        return (None, None, None, *own)
+        # Outputs of other types have no gradients. Autograd passes zeros of their type, which may have no average.
+        have = [i for i, g in enumerate(grad_output) if g.is_floating_point()]
+        grads = grouped_allreduce([grad_output[i].contiguous() for i in have], op=Average, process_set=ctx.ps)
+        places = _gathered_rows(ctx.rows, ctx.ps)
+        own = {i: g.narrow(0, *places[i]) for i, g in zip(have, grads)}
+        return (None, None, None, *[own.get(i) for i in range(len(grad_output))])
 
 
 def grouped_allgather(
