@@ -395,6 +395,9 @@ class OtherOperations(RanksTest):
         got, received = hvd.synchronize(hvd.alltoall_async(even, name="a2a"))
         self.equal(got, want)
         self.assertEqual(received.tolist(), [2] * self.size)
+        many = [1 << 31] + [2] * (self.size - 1)
+        with mock.patch.object(_engine.Call, "received", many):
+            self.equal(hvd.synchronize(hvd.alltoall_async(even))[1], torch.tensor(many))
         nothing = torch.zeros(self.size, dtype=torch.int32)
         got, received = hvd.alltoall(torch.ones(0, 3), splits=nothing)
         self.assertEqual((tuple(got.shape), received.tolist()), ((0, 3), [0] * self.size))

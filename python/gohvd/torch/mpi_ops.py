@@ -320,7 +320,8 @@ def _sender(call: Call[Tensor]) -> int:
 
 def _with_splits(call: Call[Tensor]) -> tuple[Tensor, Tensor]:
     output = call.results()[0]
-    return output, torch.tensor(call.received, dtype=torch.int32, device="cpu")
+    dtype = torch.int32 if max(call.received) < 1 << 31 else torch.int64
+    return output, torch.tensor(call.received, dtype=dtype, device="cpu")
 
 
 def _reduction(op: int | None, average: bool | None) -> int:
@@ -900,7 +901,7 @@ def alltoall(
     rows.
 
     Returns the received rows, in the order of the members. If splits are given, it also returns the number of rows
-    received from each member, as an int32 tensor.
+    received from each member, as an int32 tensor, or as an int64 tensor if a number is 2^31 or more.
     """
     if _wants_grad(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
