@@ -13,6 +13,7 @@ import ctypes
 import functools
 import json
 import math
+import numbers
 import os
 import sys
 import threading
@@ -151,7 +152,7 @@ class Framework(Generic[A]):
 class Operation:
     """What an operation does, apart from its name, its process set and its tensors. Two calls of ``operation`` with the
     same arguments usually return the same object.
-    Raises ValueError if the reduction is none.
+    Raises ValueError if the reduction is none or a factor is not a number.
     """
 
     kind: int
@@ -180,6 +181,10 @@ class Operation:
         self.overwrites = self.kind in _OVERWRITING and not self.grouped
         if self.reduction not in _IN_LIBRARY:
             raise ValueError(f"got op {self.reduction!r}, want Average, Sum, Adasum, Min, Max, Product or AverageActive")
+        # operation finds an object that is no number by its identity, also if the value has changed.
+        for factor in (self.prescale, self.postscale):
+            if not isinstance(factor, numbers.Real):
+                raise ValueError(f"got a factor of type {type(factor).__name__}, want a number: use float(factor)")
 
 
 operation = functools.lru_cache(maxsize=4096)(Operation)

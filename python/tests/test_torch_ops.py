@@ -95,6 +95,10 @@ class Allreduce(RanksTest):
         self.equal(got, torch.tensor([int(1.5 * self.size), -int(1.5 * self.size)]), "truncates toward zero")
         got = hvd.grouped_allreduce([torch.ones(2)], op=hvd.Sum, prescale_factor=3.0)
         self.equal(got[0], torch.full((2,), 3.0 * self.size))
+        # Calls with the same arguments share an operation, and a tensor with another value is the same argument.
+        for factors in ({"prescale_factor": torch.tensor(2.0)}, {"postscale_factor": torch.tensor(2.0)}):
+            with self.assertRaisesRegex(ValueError, "factor of type Tensor, want a number"):
+                hvd.allreduce(torch.ones(2), op=hvd.Sum, **factors)
 
     def test_compression(self) -> None:
         x = torch.tensor([1.0, 0.1, 3.0]) * (self.rank + 1)
