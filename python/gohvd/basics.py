@@ -63,11 +63,13 @@ def init(
             if any(s.ranks == other.ranks for other in sets):
                 raise ValueError(f"process_sets entry number {k} is a duplicate: {s}")
             sets.append(s)
+    joined = not _engine_.initialized()
     _engine_.init(sets, settings, mpi_comm)
     if ranks:
         size = _engine_.place().size
         if ranks != list(range(size)):
-            _engine_.shutdown()
+            if joined:
+                _engine_.shutdown()
             raise ValueError(f"comm has ranks {ranks}, want all {size} ranks: use process_sets for a part of the job")
 
 

@@ -251,6 +251,11 @@ class InTheJob(programs.Bounded):
         if hvd.size() > 1:
             with self.assertRaisesRegex(ValueError, "process_sets"):
                 hvd.init(comm=[0])
+            self.assertTrue(hvd.is_initialized())  # this process stays in the job that it was in
+            hvd.shutdown()
+            with self.assertRaisesRegex(ValueError, "process_sets"):
+                hvd.init(comm=[0])
+            self.assertFalse(hvd.is_initialized())
         hvd.shutdown()
         with self.assertRaisesRegex(ValueError, "entry number 1 is a duplicate"):
             hvd.init(process_sets=[[0], [0]])
