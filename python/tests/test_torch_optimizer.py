@@ -1119,6 +1119,18 @@ class TheOptimizerItself(OptimizerTest):
         optimizer.step()
         self.same_weights(model, self.reference(sgd, 1))
 
+    def test_made_alone(self) -> None:
+        """An optimizer that was made by the only rank of a job does not train alone in a job of several."""
+        model = network()
+        for op in (hvd.Average, hvd.Adasum):
+            with mock.patch.object(module, "_always_alone", return_value=True):
+                optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=op)
+            if self.size == 1:
+                self.steps(model, optimizer, 1)
+                continue
+            with self.assertRaisesRegex(RuntimeError, "only rank of its job.*call DistributedOptimizer again"):
+                self.steps(model, optimizer, 1)
+
     def test_arguments_of_its_class(self) -> None:
         class Own(torch.optim.SGD):
             def __init__(self, params, must_be_given, lr):

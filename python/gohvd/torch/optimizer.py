@@ -552,6 +552,11 @@ class _DistributedOptimizer(_Distributed):
             for p in frozen:
                 if not p.grad.is_sparse and not p.grad.any():
                     p.grad = None
+        elif is_initialized() and size() > 1 and self.process_set.included():
+            raise RuntimeError(
+                "the optimizer was made when this process was the only rank of its job, so it cannot reduce gradients "
+                f"over {size()} ranks: call DistributedOptimizer again"
+            )
         self._synchronized = True
 
     def _submit_again(self, errors: dict[Any, Exception]) -> list[Any]:
