@@ -1250,15 +1250,20 @@ class TheOptimizerItself(OptimizerTest):
 
     @unittest.skipUnless(hasattr(torch.optim.Optimizer, "register_step_pre_hook"), "this torch has no step hooks")
     def test_step_hooks_run_once(self) -> None:
-        x = torch.nn.Parameter(torch.zeros(1))
-        plain = torch.optim.SGD([x], lr=1.0)
-        optimizer = hvd.DistributedOptimizer(plain, [("x", x)])
-        optimizer.load_state_dict(optimizer.state_dict())
-        seen = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append(float(x.grad)))
-        (x * self.rank).sum().backward()
-        optimizer.step()
-        self.assertEqual(seen, [(self.size - 1) / 2])
+        for op in (hvd.Average, hvd.Adasum):
+            x, y = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+            plain = torch.optim.SGD([x, y], lr=1.0)
+            optimizer = hvd.DistributedOptimizer(plain, [("x", x), ("y", y)], op=op)
+            optimizer.load_state_dict(optimizer.state_dict())
+            seen = []
+            optimizer.register_step_pre_hook(lambda *_: seen.append((float(x.grad), float(x), float(y))))
+            optimizer.register_step_post_hook(lambda *_: seen.append((float(x), float(y))))
+            factor = self.rank if op == hvd.Average else 1
+            (x * factor + y * factor).sum().backward()
+            optimizer.step()
+            # The Adasum of equal steps is that step.
+            step = (self.size - 1) / 2 if op == hvd.Average else 1.0
+            self.assertEqual(seen, [(step, 0.0, 0.0), (-step, -step)])
 
     def test_wrong_arguments(self) -> None:
         model = network()

@@ -86,6 +86,9 @@ _engine.engine.before_again.append(_discard_gradients)
 # Compressors that only cast to another type. _compress does their work itself, in shared memory.
 _CASTS = (Compression.fp16, Compression.bf16)
 
+# Returns a step method that also runs the step hooks of the program. torch has these since version 2.0.
+_runs_hooks: Callable[[Any], Any] | None = getattr(torch.optim.Optimizer, "profile_hook_step", None)
+
 _HAS_POST_HOOK = hasattr(torch.Tensor, "register_post_accumulate_grad_hook")
 
 
@@ -723,10 +726,15 @@ class _DistributedAdasumOptimizer(_Distributed):
         try:
             for group in self.param_groups:
                 group["params"] = [p] if any(p is q for q in group["params"]) else []
-            super().step()
+            self._plain_step()
         finally:
             for group, all_of_it in zip(self.param_groups, params):
                 group["params"] = all_of_it
+
+    def _plain_step(self, *args: Any) -> Any:
+        """Makes the replaced optimizer's step without the step hooks of the program, which run once in step()."""
+        step = super().step.__func__
+        return (step.__wrapped__ if _runs_hooks is not None and getattr(step, "hooked", False) else step)(self, *args)
 
     def synchronize(self) -> None:
         """Does nothing, because the ranks exchange steps, not gradients, and step() waits for them."""
@@ -740,7 +748,7 @@ class _DistributedAdasumOptimizer(_Distributed):
         self._vote(closure, Adasum)
         if not self._hooked:
             self._tell_schedulers()
-            loss = super().step(closure)
+            loss = self._plain_step(closure)
             stepped(self)
             return loss
         loss = None
@@ -756,6 +764,8 @@ class _DistributedAdasumOptimizer(_Distributed):
         stepped(self)
         return loss
 
+    if _runs_hooks is not None:
+        step = _runs_hooks(step)
     step.hooked = True  # type: ignore[attr-defined]
 
     def _done(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
