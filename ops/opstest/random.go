@@ -397,8 +397,8 @@ func (o *random) run(ctx context.Context, b *Blocking, me int, own *rand.Rand,
 		calls := 0
 		op.Allocate = func(said []int64) ([]byte, error) {
 			if calls++; calls > 1 || !slices.Equal(said, counts) {
-				return nil, fmt.Errorf("Allocate was called %d times, the last time with %v, want once with %v",
-					calls, said, counts)
+				return nil, fmt.Errorf("function Allocate: got %d calls, the last one with %v, want one with %v", calls,
+					said, counts)
 			}
 			out = place(make([]byte, len(want)))
 			return out, nil
