@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -34,6 +35,11 @@ const (
 	// killWait is how long the agent waits for the ranks to end after it has killed them because the launcher
 	// is gone. If ranks are left then, the agent kills their helpers and waits for the same time again.
 	killWait = 2 * time.Second
+	// shutdownWait is how long the agent waits for SIGTERM when the launcher is gone. A host that shuts down
+	// sends SIGTERM to all processes, also to the sshd that connects the agent with the launcher.
+	shutdownWait = 100 * time.Millisecond
+	// againWait is how long after a SIGTERM another one counts as the same.
+	againWait = time.Second
 )
 
 // agent runs the ranks on one host for a launcher.
@@ -58,15 +64,16 @@ type agent struct {
 	// running counts the batches of helpers that are not gone. While ranks may be started again, it counts
 	// one more.
 	running sync.WaitGroup
-	// endRestarts declares that no rank is started again. ending is set from then on; only the goroutine of
-	// handleOrders uses it.
+	// endRestarts declares that no rank is started again. ending is set from then on.
 	endRestarts func()
-	ending      bool
+	ending      atomic.Bool
 
 	// prepared is closed when the ranks can be started. begun is closed when the ranks were started, or when
 	// starting them has failed. over is closed when no helper is left and none will be started. lost is
 	// closed when the connection to the launcher has ended. After that the agent carries out no more orders.
 	prepared, begun, over, lost chan struct{}
+	// terminated is closed when this process has got SIGTERM. It is nil if notices of serveLauncher is nil.
+	terminated chan struct{}
 }
 
 // member is a helper that the agent has started for a rank.
@@ -84,7 +91,9 @@ type member struct {
 //
 // AgentMain kills all processes of the ranks when standard input ends, or when nothing arrives from the
 // launcher for longer than the timeout. SIGTERM makes the launcher end the job, as SIGTERM to the launcher
-// itself does. In an elastic job it takes the ranks of this host out of the job. AgentMain writes messages
+// itself does. In an elastic job it takes the ranks of this host out of the job. If the launcher is gone
+// then, or if SIGTERM arrives again before the launcher has ended the ranks of a job that is not elastic,
+// AgentMain itself sends them SIGTERM, and kills them after the grace of the job. AgentMain writes messages
 // for the user to standard error.
 func AgentMain(args, environ []string) int {
 	catchSIGPIPE()
@@ -149,8 +158,11 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family,
 	}
 	if notices != nil {
 		catch(make(chan os.Signal, 1), unix.SIGINT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2)
+		a.terminated = make(chan struct{})
 		catch(notices, unix.SIGTERM)
-		go a.forwardSIGTERM(notices)
+		returned := make(chan struct{})
+		defer close(returned)
+		go a.handleSIGTERM(notices, returned)
 	}
 	var why error // error that ended handleOrders; valid once a.lost is closed
 	go func() {
@@ -195,13 +207,22 @@ func (a *agent) notify(n notice) {
 	_ = send(a.control, n)
 }
 
-// forwardSIGTERM tells the launcher of each SIGTERM until the connection to the launcher has ended.
-func (a *agent) forwardSIGTERM(notices <-chan os.Signal) {
+// handleSIGTERM tells the launcher of each SIGTERM until returned is closed. If the launcher has not ended
+// the ranks of a job that is not elastic when SIGTERM arrives again, handleSIGTERM ends the connection.
+func (a *agent) handleSIGTERM(notices <-chan os.Signal, returned <-chan struct{}) {
+	var first time.Time
 	for {
 		select {
 		case <-notices:
-			a.notify(notice{Leave: true})
-		case <-a.lost:
+			switch {
+			case first.IsZero():
+				first = time.Now()
+				close(a.terminated)
+			case time.Since(first) > againWait && len(a.job.Ranks) > 0 && !a.ending.Load():
+				a.session.Close()
+			}
+			go a.notify(notice{Leave: true}) // may block as long as the launcher hangs
+		case <-returned:
 			return
 		}
 	}
@@ -240,11 +261,26 @@ func (a *agent) run() error {
 	return nil
 }
 
-// killAll kills the ranks after the connection to the launcher was lost. It always returns an error, which
-// says whether ranks are still alive.
+// killAll ends the ranks after the connection to the launcher was lost. It kills them at once, or after the
+// grace of the job if this process has got SIGTERM. It always returns an error, which says whether ranks are
+// still alive.
 func (a *agent) killAll() error {
-	a.signal(unix.SIGKILL)
 	a.endRestarts()
+	if a.terminated != nil {
+		select {
+		case <-a.terminated:
+		case <-time.After(shutdownWait):
+		}
+	}
+	if isClosed(a.terminated) {
+		a.signal(unix.SIGTERM)
+		select {
+		case <-a.over:
+			return errors.New("the launcher is gone, and the ranks have ended after SIGTERM")
+		case <-time.After(a.job.Grace):
+		}
+	}
+	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
 	defer timer.Stop()
 	for _, how := range []string{"the ranks were killed", "the ranks were killed with their helpers"} {
@@ -319,7 +355,8 @@ func (a *agent) begin() {
 // restart carries out the order to start a rank again. i is the index of the rank on this host. In an elastic
 // job, vars are its variables, and the rank may be new.
 func (a *agent) restart(i int, vars []string) error {
-	if !a.job.Restarts || a.ending || i < 0 || i > len(a.members) || i == len(a.members) && vars == nil {
+	if !a.job.Restarts || a.ending.Load() || i < 0 || i > len(a.members) ||
+		i == len(a.members) && vars == nil {
 		return fmt.Errorf("got an unexpected order to start the rank with index %d", i)
 	}
 	if vars != nil {
@@ -345,7 +382,7 @@ func (a *agent) restart(i int, vars []string) error {
 
 // end carries out an order to end the ranks.
 func (a *agent) end() {
-	a.ending = true
+	a.ending.Store(true)
 	a.endRestarts()
 }
 
@@ -387,7 +424,11 @@ func (a *agent) startHelpers(helpers *batch, envs [][]string) (members []*member
 		return nil, fmt.Errorf("launch: open the standard input of the ranks: %w", err)
 	}
 	defer null.Close()
-	argv := append([]string{"hvdrun", HelperArg, a.job.Grace.String(), a.path}, a.job.Command...)
+	var grace time.Duration
+	if a.job.Starter {
+		grace = a.job.Grace
+	}
+	argv := append([]string{"hvdrun", HelperArg, grace.String(), a.path}, a.job.Command...)
 	for i, env := range envs {
 		var mine []*os.File // mine[i] is this process's end of the pipe to the helper's descriptor i+1
 		pid, err := a.family.start(helpers, func() (pid int, err error) {

@@ -284,10 +284,8 @@ func (a *agents) hostJobs(conns []*agentConn, routes []netip.Addr) ([]hostJob, e
 		jobs[i] = hostJob{Command: a.spec.o.Command, Env: travelling, Secret: words{a.spec.o.Secret},
 			Scheduler: a.spec.o.Nodes != nil && a.spec.several,
 			BindTo:    a.spec.o.BindTo,
-			Restarts:  a.spec.o.Nodes != nil && a.spec.o.Nodes.Restarts > 0 || a.spec.o.Elastic != nil}
-		if a.spec.o.Starter != "" {
-			jobs[i].Grace = a.spec.o.Grace
-		}
+			Restarts:  a.spec.o.Nodes != nil && a.spec.o.Nodes.Restarts > 0 || a.spec.o.Elastic != nil,
+			Grace:     a.spec.o.Grace, Starter: a.spec.o.Starter != ""}
 		if !c.local {
 			dir, err := os.Getwd()
 			if err != nil {

@@ -261,14 +261,14 @@ func (j *job) addSlot(s elastic.Slot) *rank {
 func (j *job) mayStart() bool { return j.o.Elastic != nil && !j.members.over }
 
 // handleLeave handles SIGTERM to the agent of c. It takes the ranks on that host out of an elastic job.
-// Another job ends as if the launcher had got the signal. Who ends all processes of a job, such as a batch
-// system, may send SIGTERM to each agent, and to the launcher somewhat later. So it is no second signal then.
+// Another job ends as if the launcher had got the signal. A batch system that ends a job may send SIGTERM to
+// each agent and, somewhat later, to the launcher. The later SIGTERM does not count as a second signal.
 func (j *job) handleLeave(c *agentConn) {
 	if j.o.Elastic == nil {
 		if !j.asked && j.alive() > 0 {
 			j.console.note("SIGTERM to the agent on host %s", c.host)
 			j.handleSignal(unix.SIGTERM)
-			j.echoes = time.Now().Add(max(j.o.Grace, j.o.Echo))
+			j.relayed = time.Now().Add(max(j.o.Grace, j.o.Echo))
 		}
 		return
 	}

@@ -56,7 +56,7 @@ type report struct {
 type helper struct {
 	family  family
 	reports *json.Encoder
-	grace   time.Duration // see hostJob.Grace
+	grace   time.Duration // 0, or hostJob.Grace if hostJob.Starter is set
 
 	// The fields below are guarded by family.mu.
 	pid    int // process ID of the command, and of its process group

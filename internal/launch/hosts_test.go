@@ -226,15 +226,63 @@ func TestSignalsOverHosts(t *testing.T) {
 	}
 }
 
+// startSaving starts a job whose ranks save their state in the files saved.R after SIGTERM, when there is a
+// file go. It returns the agent of the host of the ranks 0 and 1.
+func startSaving(t *testing.T) (r *run, agent int) {
+	t.Parallel()
+	r = start(t, spec{NP: 3, Hosts: "h1:2,localhost", GraceMS: 600_000, EchoMS: 1, LivenessMS: 600_000,
+		Command: sh(`trap 'echo got; until [ -e go ]; do sleep 0.01; done; >saved.$HOROVOD_RANK; echo saved; exit 1' TERM
+echo ready; until false; do sleep 0.01; done`), dir: t.TempDir()})
+	r.awaitOutput(&r.stdout, "ready", 3)
+	return r, r.agentOf("h1")
+}
+
+// TestSIGTERMToAgentAlone sends SIGTERM to the agent of a host while the launcher is stopped. The ranks of
+// that host save their state if the launcher is killed then, or if the agent gets SIGTERM again.
+func TestSIGTERMToAgentAlone(t *testing.T) {
+	for _, lost := range []bool{true, false} {
+		t.Run(fmt.Sprintf("lost=%t", lost), func(t *testing.T) {
+			r, agent := startSaving(t)
+			writeFile(filepath.Join(r.cmd.Dir, "go"), "")
+			r.signal(unix.SIGSTOP)
+			unix.Kill(agent, unix.SIGTERM)
+			if lost {
+				r.signal(unix.SIGKILL)
+			}
+			r.await("the end of the agent", func() bool {
+				if !lost {
+					unix.Kill(agent, unix.SIGTERM)
+				}
+				return !slices.ContainsFunc(r.processes(), func(p process) bool { return p.pid == agent })
+			})
+			for rank := range 2 {
+				if _, err := os.Stat(filepath.Join(r.cmd.Dir, fmt.Sprint("saved.", rank))); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+}
+
+// TestSIGTERMAfterAgent sends SIGTERM to the agent of a host and then to the launcher. The first one to the
+// launcher does not count as a second signal, but the next one does.
+func TestSIGTERMAfterAgent(t *testing.T) {
+	r, agent := startSaving(t)
+	unix.Kill(agent, unix.SIGTERM)
+	r.awaitOutput(&r.stdout, "got", 3)
+	r.await("the end of the ranks", func() bool {
+		r.signal(unix.SIGTERM)
+		return strings.Contains(r.stderr.String(), "SIGTERM again: killing the ranks")
+	})
+	if got := r.wait(); got != 143 {
+		t.Errorf("got exit status %d, want 143", got)
+	}
+}
+
 // TestSignalsToAgent sends signals to the agent of a host. SIGTERM ends the job as SIGTERM to the launcher
 // does, also if the launcher gets it later. The others are dropped.
 func TestSignalsToAgent(t *testing.T) {
-	t.Parallel()
-	r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", GraceMS: 600_000, EchoMS: 1,
-		Command: sh(`trap 'echo got; until [ -e go ]; do sleep 0.01; done; echo saved; exit 1' TERM
-echo ready; until false; do sleep 0.01; done`), dir: t.TempDir()})
-	r.awaitOutput(&r.stdout, "ready", 3)
-	agent := r.agentOf("h1")
+	r, agent := startSaving(t)
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2, unix.SIGTERM} {
 		unix.Kill(agent, s)
 	}

@@ -53,6 +53,7 @@ type job struct {
 	signal   syscall.Signal
 	ending   syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
 	echoes   time.Time      // until when the signal in ending may arrive again as the same signal
+	relayed  time.Time      // until when the launcher may get the SIGTERM that an agent got first, or 0
 	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
 	aborted  error          // why some ranks could not be started
@@ -392,9 +393,13 @@ func (j *job) handleUnread(err error) {
 
 // isEcho reports whether s repeats the signal that has ended the job, so soon after it that both probably
 // come from the same sender. timeout(1), for instance, sends a signal to its child and then to the process
-// group of both.
+// group of both. If an agent got the signal first, the launcher may get it later, once.
 func (j *job) isEcho(s syscall.Signal) bool {
-	return s == j.ending && time.Now().Before(j.echoes)
+	now := time.Now()
+	if s == j.ending && now.Before(j.relayed) {
+		j.relayed, j.echoes = time.Time{}, now.Add(j.o.Echo)
+	}
+	return s == j.ending && now.Before(j.echoes)
 }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }

@@ -90,9 +90,12 @@ type hostJob struct {
 	BindTo binding.Unit `json:",omitempty"`
 	// Restarts says that the launcher may order the agent to start ranks again.
 	Restarts bool
-	// Grace is how long the command may take to end after SIGTERM if the launcher is gone. If it is 0, the
-	// command is killed at once.
+	// Grace is how long the ranks may take to end after SIGTERM if the launcher is gone and the agent has got
+	// SIGTERM.
 	Grace time.Duration
+	// Starter says that the command is Options.Starter, which gets SIGTERM and the time Grace whenever the
+	// launcher is gone.
+	Starter bool `json:",omitempty"`
 }
 
 // notice is a message from an agent to the launcher. Exactly one field besides Rank is set.

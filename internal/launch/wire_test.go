@@ -22,7 +22,7 @@ func messages() (orders []order, notices []notice) {
 	job := hostJob{
 		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="},
 		Ranks:  []words{{"R=0"}, nil},
-		Stores: []string{"[::1]:7"}, Secret: words{"hush"}, Scheduler: true, Restarts: true, Grace: 1,
+		Stores: []string{"[::1]:7"}, Secret: words{"hush"}, Scheduler: true, Restarts: true, Grace: 1, Starter: true,
 	}
 	orders = []order{{Job: &job}, {Begin: true}, {Signal: unix.SIGKILL}, {Force: true}, {Start: new(int)}}
 	notices = []notice{
