@@ -571,6 +571,8 @@ func (a *agent) environment() []string {
 	own := without(a.environ, given)
 	if len(a.job.Ranks) > 0 { // the variables of the others have the same names
 		own = without(own, a.job.Ranks[0])
+	} else { // those of an outer launcher
+		own = without(own, torchVariables(netip.AddrPort{}, Assignment{}, 0))
 	}
 	own = slices.DeleteFunc(own, func(v string) bool {
 		name := nameOf(v)

@@ -114,7 +114,7 @@ tell() { f="tell.$1.${2:-${me%/*}=${me#*/}}"; >"$f"; while [ -e "$f" ]; do sleep
 await() { until [ -e "$1" ]; do sleep 0.01; done; }
 roster() { await roster.$1; grep -q "^$me\$" roster.$1; }
 hosts() { for h; do echo "echo $h"; done >hosts.new; mv hosts.new hosts; }
-echo begin $me at $HOROVOD_LOCAL_RANK
+echo begin $me at $HOROVOD_LOCAL_RANK$RANK
 tell ready
 ` + part)
 }

@@ -48,8 +48,12 @@ func newSpec(o *Options, places []Assignment) (s *spec, err error) {
 	if o.Nodes != nil {
 		placing = append(placing, schedulerVariable(netip.Addr{}))
 	}
-	inherited := without(o.Env, slices.Concat(rankVariables(topo.Topology{}), s.torchVariables(Assignment{}),
+	inherited := without(o.Env, slices.Concat(rankVariables(topo.Topology{}),
 		[]string{processVariable, MemberVariable, "HOROVOD_HOSTNAME=", "HOROVOD_ELASTIC="}))
+	if o.Elastic != nil || o.TorchStore.IsValid() {
+		// Those of an outer launcher, such as torchrun, are not true for the ranks of an elastic job either.
+		inherited = without(inherited, torchVariables(netip.AddrPort{}, Assignment{}, 0))
+	}
 	if s.env, err = merge(inherited, o.Set, placing); err != nil {
 		return nil, err
 	}
@@ -133,14 +137,18 @@ func without(env, vars []string) []string {
 }
 
 // torchVariables returns the variables that torch.distributed expects from a launcher, for the rank at place
-// p. It leaves out the variables that the user sets with Options.Set, because the user may want another
-// store.
+// p, or nil if there is no TCPStore. It leaves out the variables that the user sets with Options.Set, because
+// the user may want another store.
 func (s *spec) torchVariables(p Assignment) []string {
-	addr := s.o.TorchStore
-	if !addr.IsValid() {
+	if !s.o.TorchStore.IsValid() {
 		return nil
 	}
-	return without([]string{
+	return without(torchVariables(s.o.TorchStore, p, s.hosts), s.o.Set)
+}
+
+// torchVariables returns the variables that torch.distributed expects from a launcher.
+func torchVariables(addr netip.AddrPort, p Assignment, hosts int) []string {
+	return []string{
 		"MASTER_ADDR=" + addr.Addr().String(),
 		"MASTER_PORT=" + strconv.Itoa(int(addr.Port())),
 		"RANK=" + strconv.Itoa(p.Rank),
@@ -148,11 +156,11 @@ func (s *spec) torchVariables(p Assignment) []string {
 		"LOCAL_RANK=" + strconv.Itoa(p.LocalRank),
 		"LOCAL_WORLD_SIZE=" + strconv.Itoa(p.LocalSize),
 		"GROUP_RANK=" + strconv.Itoa(p.Host),
-		"GROUP_WORLD_SIZE=" + strconv.Itoa(s.hosts),
+		"GROUP_WORLD_SIZE=" + strconv.Itoa(hosts),
 		// The launcher serves the store, so rank 0 must not serve one.
 		"TORCHELASTIC_USE_AGENT_STORE=True",
 		"TORCHELASTIC_RESTART_COUNT=0",
-	}, s.o.Set)
+	}
 }
 
 // merge returns the environment of all ranks. It contains the variables of inherited and of set. If both have

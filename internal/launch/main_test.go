@@ -362,7 +362,7 @@ func start(t *testing.T, s spec) *run {
 	// By default the race detector makes each process sleep for a second before it exits. The setting in
 	// GORACE turns this off.
 	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark,
-		"HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
+		"HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78", "RANK=9")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
 	r.cmd.Dir = s.dir
 	if s.stdout != nil {
