@@ -401,9 +401,6 @@ func (r *root) waitError(err error) error {
 // again after it was stopped for long, it is what the ranks wait for: it has not read what they have sent
 // meanwhile. The caller holds r.mu.
 func (r *root) awaited() (ranks []topo.Rank, text string) {
-	if d := r.standstill(); d >= 3*r.grace() { // on a busy machine, a process may wait for a processor
-		return []topo.Rank{0}, fmt.Sprintf("rank 0, whose process did not run for %.1f s", d.Seconds())
-	}
 	var missing []topo.Rank
 	for i := range r.members[1:] {
 		switch rank := topo.Rank(i + 1); {
@@ -413,6 +410,13 @@ func (r *root) awaited() (ranks []topo.Rank, text string) {
 		default:
 			ranks = append(ranks, rank)
 		}
+	}
+	if d := r.standstill(); d >= 3*r.grace() { // on a busy machine, a process may wait for a processor
+		text = fmt.Sprintf("rank 0, whose process did not run for %.1f s", d.Seconds())
+		if ranks != nil {
+			text += fmt.Sprintf(" (%s had not joined)", topo.FormatRanks(ranks))
+		}
+		return []topo.Rank{0}, text
 	}
 	moving, text := r.moving()
 	switch {
