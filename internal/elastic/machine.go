@@ -670,7 +670,7 @@ func (m *Machine) form() {
 	case len(ranks) < least && m.roster != nil && !lost:
 		// The ranks of the newest roster go on until there are enough new ones.
 	case len(ranks) < least:
-		m.pause(len(ranks))
+		m.pause(ranks)
 	case !lost && !leaving && !m.settled() && (m.cfg.Max == 0 || len(ranks) < m.cfg.Max):
 	case m.roster != nil && m.cfg.ResetLimit >= 0 && m.resets >= m.cfg.ResetLimit:
 		m.end(fmt.Sprintf("the number of resets exceeds the limit of %d: %s", m.cfg.ResetLimit,
@@ -724,9 +724,9 @@ func (m *Machine) next(least int) (ranks []*member, lost, leave, isNew bool) {
 			added = append(added, k)
 		}
 	}
-	if leave && (!synced || lost && len(ranks)+len(added) < least && len(remaining)+len(added) >= least) {
+	if leave && (!synced || lost && len(ranks)+len(added) < least) {
 		// The ranks that are to leave stay until others have the state of the training and, if the others
-		// need a new roster, until there are enough.
+		// need a new roster, until there are enough. In a pause they count.
 		leave, ranks = false, remaining
 		if m.cfg.Max > 0 {
 			added = added[:min(len(added), max(0, m.cfg.Max-len(ranks)))]
@@ -735,9 +735,9 @@ func (m *Machine) next(least int) (ranks []*member, lost, leave, isNew bool) {
 	return append(ranks, added...), lost, leave, len(added) > 0
 }
 
-// pause makes the job wait until there are enough ranks.
-func (m *Machine) pause(have int) {
-	first := m.roster == nil
+// pause makes the job wait until there are enough ranks. There are the given ones.
+func (m *Machine) pause(ranks []*member) {
+	first, have := m.roster == nil, len(ranks)
 	if first && m.starting() > 0 && len(m.usable()) >= m.cfg.Min && !m.settled() {
 		m.waitsSince = time.Time{}
 		return
@@ -755,7 +755,8 @@ func (m *Machine) pause(have int) {
 		m.waitsSince = m.now
 		what := "the training cannot start: "
 		if !first {
-			what = fmt.Sprintf("the training pauses: %s; ", m.reason(nil))
+			old := slices.DeleteFunc(slices.Clone(ranks), func(k *member) bool { return k.state == waiting })
+			what = fmt.Sprintf("the training pauses: %s; ", m.reason(old))
 		}
 		m.note("%sonly %s, and at least %d are needed; waiting up to %v for more", what, ready(have),
 			m.cfg.Min, m.cfg.Timeout)
