@@ -238,7 +238,8 @@ type Exit struct {
 	Title string
 	// Host is the host on which the rank ran.
 	Host string
-	// PID is the process ID of the command. It is 0 if the helper was killed before it reported the ID.
+	// PID is the process ID of the command. It is 0 if the helper was killed before it reported the ID,
+	// or if the command could not be started again.
 	PID int
 	// Code is the exit status of the command. It is 0 if Signal is not 0, because then that signal killed the
 	// command.

@@ -39,8 +39,8 @@ func (p reporter) failure(res Result) string {
 			p.ranks[r].lastLines())
 	}, func(r int) {
 		e := res.Ranks[r]
-		fmt.Fprintf(&b, "  %s: %s%s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			p.ranks[r].title, e.Describe(), p.ranks[r].restarted(), e.Host, e.PID,
+		fmt.Fprintf(&b, "  %s: %s%s\n    host: %s\n%s    time: %s\n",
+			p.ranks[r].title, e.Describe(), p.ranks[r].restarted(), e.Host, pid("    pid:  %d\n", e),
 			e.At.Format("2006-01-02 "+clock))
 		lines := p.ranks[r].lastLines()
 		if len(lines) == 0 {
@@ -72,11 +72,19 @@ func (p reporter) failure(res Result) string {
 		if p.spec.several {
 			host = " on " + e.Host
 		}
-		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s%s\n", p.ranks[r].title, e.Describe(), e.PID, host,
+		fmt.Fprintf(&b, "  %s: %s%s%s, at %s%s\n", p.ranks[r].title, e.Describe(), pid(", pid %d", e), host,
 			e.At.Format(clock), again(r))
 	})
 	b.WriteString(rule + "\n")
 	return b.String()
+}
+
+// pid formats the process ID of e, or returns "" if there is none.
+func pid(format string, e Exit) string {
+	if e.PID == 0 {
+		return ""
+	}
+	return fmt.Sprintf(format, e.PID)
 }
 
 // maxAlike is the maximum number of processes of which the report says the same, each on its own. If there

@@ -168,7 +168,9 @@ func (j *job) restart(k *rank) {
 	if j.o.Restarted != nil {
 		j.o.Restarted(k.number)
 	}
-	j.restarts = append(j.restarts, Restart{k.number, k.exit, time.Now()})
+	exit := k.exit
+	exit.Title = k.title
+	j.restarts = append(j.restarts, Restart{k.number, exit, time.Now()})
 	k.restarts++
 	k.again, k.started, k.ended, k.gone = time.Time{}, time.Now(), false, false
 	k.hung = ""

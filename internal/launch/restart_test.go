@@ -76,6 +76,9 @@ func TestRestart(t *testing.T) {
 	var ranks []int
 	for _, restart := range res.Restarts {
 		ranks = append(ranks, restart.Rank)
+		if e := restart.Exit; e.Title != res.Ranks[restart.Rank].Title {
+			t.Errorf("got the title %q of a process that was replaced, want %q", e.Title, res.Ranks[restart.Rank].Title)
+		}
 	}
 	slices.Sort(ranks)
 	if !slices.Equal(ranks, []int{2, 3, 3}) || res.Ranks[3].Status() != 0 || res.Roots != nil {
@@ -172,8 +175,9 @@ func TestRestartOfMissingProgram(t *testing.T) {
 			if got := r.wait(); got != want {
 				t.Errorf("got exit status %d, want %d", got, want)
 			}
-			if want != 0 && !strings.Contains(r.stderr.String(), "\n  "+why+", after a restart\n") {
-				t.Errorf("got %q, want a report with %q", r.stderr.String(), why)
+			if want != 0 && (!strings.Contains(r.stderr.String(), "\n  "+why+", after a restart\n") ||
+				strings.Contains(r.stderr.String(), "pid:  0")) {
+				t.Errorf("got %q, want a report with %q and no process ID", r.stderr.String(), why)
 			}
 		})
 	}
