@@ -51,7 +51,7 @@ func (r *runner) jobFlags() group {
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
 		"address `ADDR`, as host:port, at which hvdrun serves a TCPStore for torch.distributed in the ranks, or off. Every "+
 			"client that can reach ADDR can change the store. In a job on several hosts, hvdrun serves a TCPStore only if this "+
-			"flag is given")
+			"flag is given. It cannot be used in elastic jobs")
 	f.StringVar(&r.metricsAddr, "metrics-addr", "",
 		"address `ADDR`, as host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md). The default host is "+
 			"127.0.0.1. 0.0.0.0:PORT listens on all interfaces. Every client that can reach ADDR can read the metrics")
