@@ -353,16 +353,22 @@ func (l *liveJob) ask(ctx context.Context, now time.Time) *live.Job {
 	answers, missing, _ := l.reports.ranks.Ask(ctx, fmt.Sprintf("%s %d", joblink.State, last))
 	ranks := make(map[int]*live.Rank)
 	var known []string
-	for r, text := range answers {
-		k, err := live.DecodeRank(text)
-		if err != nil || k.Snapshot.Rank != r {
-			missing = append(missing, r)
-			continue
-		}
-		ranks[r] = k
-	}
 	if !l.elastic { // there, the launcher knows the processes by their slots
 		known = l.known(missing)
+	}
+	for r, text := range answers {
+		k, err := live.DecodeRank(text)
+		if err == nil && k.Snapshot.Rank != r {
+			err = fmt.Errorf("malformed state of a rank: it is that of rank %d", k.Snapshot.Rank)
+		}
+		if err == nil {
+			ranks[r] = k
+			continue
+		}
+		for len(known) <= r {
+			known = append(known, "")
+		}
+		known[r] = err.Error()
 	}
 	// The ranks may have changed since they were asked. The new ones must not be shown with the old number.
 	if n := l.reports.count(); ranks[0] != nil && ranks[0].Snapshot.Size == n {

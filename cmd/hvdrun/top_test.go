@@ -290,6 +290,30 @@ func TestOutcomeOfManyErrors(t *testing.T) {
 	}
 }
 
+// If a rank uses a version of gohvd with another encoding of its state, the state of the job says so.
+func TestStateOfAnotherVersion(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	reports, err := newReporter(kv, nil, 1, "", time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reports.close()
+	var running sync.WaitGroup
+	defer running.Wait()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	running.Go(func() {
+		_ = joblink.New(kv, 0).Answer(ctx, func(string) []byte { return []byte(`{"snapshot":{}}`) })
+	})
+	l := &liveJob{about: live.About{What: live.Ranks, Size: 1}, reports: reports, ended: make(chan struct{})}
+	const want = "use one version of gohvd"
+	if j := l.ask(ctx, time.Now()); !strings.Contains(j.Processes[0].Known, want) || len(j.Problems) != 1 ||
+		!strings.Contains(j.Problems[0].Text, want) {
+		t.Errorf("got the process %+v and the problems %+v, want %q", j.Processes[0], j.Problems, want)
+	}
+}
+
 // recorded records what a handler has written.
 type recorded struct{ *httptest.ResponseRecorder }
 

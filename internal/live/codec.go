@@ -12,37 +12,37 @@ import (
 )
 
 // codec encodes or decodes the records of a rank. Each method does either, so that both have the same fields
-// in the same order. The encoding consists of varints and texts. A text is there once; if it occurs again,
-// the encoding has its number. Most of a record is the same as in the record before, which is of the same
-// operation, or as in the last record of the same name. Of such a record the encoding has only the name and
-// two times. An encoder does not change what it encodes.
+// in the same order. The encoding consists of varints and strings. The bytes of a string are there once; if
+// it occurs again, the encoding has its number. Most fields of a record have the same values as in the record
+// before it, which is of the same operation, or as in the last record of the same name. For a record that is
+// the same in both, the encoding has only the name and two times. An encoder does not change what it encodes.
 type codec struct {
 	decodes bool
 	b       []byte // the encoding
 	at      int    // the length of the part of b that was decoded
-	err     error  // why b cannot be decoded; then all further numbers are 0 and all texts empty
-	// texts has the texts by their numbers, with which numbers has those that were encoded. The empty text
-	// has the number 0.
-	texts   []text
+	err     error  // why b cannot be decoded; then all further numbers are 0 and all strings empty
+	// seen has the strings so far, in the order of their numbers. The empty string has the number 0. An
+	// encoder looks the number of a string up in numbers.
+	seen    []seenString
 	numbers map[string]int
 	last    *trace.Record // the last record that was encoded or decoded
 }
 
-// text is a text, and the last record with it as the name.
-type text struct {
-	text string
-	last *trace.Record
+// seenString is a string, and the last record that has it as its name.
+type seenString struct {
+	value string
+	last  *trace.Record
 }
 
-// none is used for the record before the first one.
+// none is what the first record, and the first one of a name, are compared with.
 var none trace.Record
 
 func newEncoder() *codec {
-	return &codec{texts: []text{{"", &none}}, numbers: map[string]int{"": 0}, last: &none}
+	return &codec{seen: []seenString{{"", &none}}, numbers: map[string]int{"": 0}, last: &none}
 }
 
 func newDecoder(b []byte) *codec {
-	return &codec{decodes: true, b: b, texts: []text{{"", &none}}, last: &none}
+	return &codec{decodes: true, b: b, seen: []seenString{{"", &none}}, last: &none}
 }
 
 // fail ends the decoding with an error, unless it has ended already.
@@ -118,20 +118,20 @@ func integers[T integer](c *codec, all *[]T, before T) {
 	}
 }
 
-// text encodes or decodes a text, and returns its number.
-func (c *codec) text(s *string) int {
-	at := len(c.texts)
+// string encodes or decodes a string, and returns its number.
+func (c *codec) string(s *string) int {
+	at := len(c.seen)
 	if known, is := c.numbers[*s]; is {
 		at = known
 	}
 	number(c, &at, 0)
 	switch {
-	case at < 0 || at > len(c.texts):
-		c.fail("got text %d after %d others", at, len(c.texts))
+	case at < 0 || at > len(c.seen):
+		c.fail("got string %d after %d others", at, len(c.seen))
 		return 0
-	case at < len(c.texts):
+	case at < len(c.seen):
 		if c.decodes {
-			*s = c.texts[at].text
+			*s = c.seen[at].value
 		}
 		return at
 	}
@@ -142,7 +142,7 @@ func (c *codec) text(s *string) int {
 	} else {
 		c.b, c.numbers[*s] = append(c.b, *s...), at
 	}
-	c.texts = append(c.texts, text{*s, &none})
+	c.seen = append(c.seen, seenString{*s, &none})
 	return at
 }
 
@@ -168,34 +168,39 @@ const (
 	leastOffsetBytes, leastSetBytes                       = 4, 2
 )
 
-// recordsVersion changes with the encoding, because the gohvd of a rank may be of another version than its
-// hvdrun.
-const recordsVersion = 1
+// recordsVersion changes with the encoding of records, or of the state of a rank. A rank may use another
+// version of gohvd than its hvdrun.
+const recordsVersion = 2
 
-// records encodes or decodes the records of a rank.
-func (c *codec) records(r *Records) {
+// version encodes or decodes the version, with which each encoding begins.
+func (c *codec) version() {
 	version := recordsVersion
 	number(c, &version, 0)
 	if version != recordsVersion {
 		c.fail("got version %d of the encoding, want %d: use one version of gohvd", version, recordsVersion)
 	}
+}
+
+// records encodes or decodes the records of a rank.
+func (c *codec) records(r *Records) {
+	c.version()
 	number(c, &r.Rank, 0)
 	number(c, &r.Size, 0)
 	number(c, &r.Epoch, 0)
 	number(c, &r.First, 0)
-	c.text(&r.Host)
+	c.string(&r.Host)
 	start := r.Clock.Start.UnixMicro()
 	number(c, &start, 0)
 	if c.decodes {
 		r.Clock.Start = time.UnixMicro(start)
 	}
 	number(c, &r.Clock.Monotonic, 0)
-	c.text(&r.Clock.Domain)
+	c.string(&r.Clock.Domain)
 	list(c, &r.Offsets, leastOffsetBytes, new(trace.Offset), func(o, before *trace.Offset) {
 		number(c, &o.At, before.At)
 		number(c, &o.Offset, before.Offset)
 		number(c, &o.Error, before.Error)
-		c.text(&o.Job)
+		c.string(&o.Job)
 	})
 	list(c, &r.Sets, leastSetBytes, nil, func(s, _ *Set) {
 		number(c, &s.ID, 0)
@@ -240,7 +245,7 @@ func (c *codec) entry(e *Entry) {
 		c.last = &o.Records[len(o.Records)-1]
 		list(c, &o.Activities, leastActivityBytes, &trace.Activity{Begun: c.last.Begun, End: c.last.Begun},
 			func(a, before *trace.Activity) {
-				c.text(&a.Name)
+				c.string(&a.Name)
 				number(c, &a.Begun, before.Begun)
 				number(c, &a.End, before.End)
 			})
@@ -250,7 +255,7 @@ func (c *codec) entry(e *Entry) {
 			e.Span = new(trace.Span)
 		}
 		number(c, &e.Span.Kind, 0)
-		c.text(&e.Span.Name)
+		c.string(&e.Span.Name)
 		number(c, &e.Span.Begun, c.last.Ended)
 		number(c, &e.Span.End, e.Span.Begun)
 	case stepEntry:
@@ -264,10 +269,12 @@ func (c *codec) entry(e *Entry) {
 	}
 }
 
-// record encodes or decodes a record. A reader needs no Partial: then the entry has no arrivals.
+// record encodes or decodes a record without Partial, which a reader does not need: an entry with such a
+// record has no arrivals.
 func (c *codec) record(r, before *trace.Record) {
-	name := &c.texts[c.text(&r.Name)]
-	sameOperation, sameTensor := isOperation(r, before), isTensor(r, name.last)
+	name := c.string(&r.Name)
+	last := c.seen[name].last
+	sameOperation, sameTensor := isOperation(r, before), isTensor(r, last)
 	c.flags(&sameOperation, &sameTensor)
 	number(c, &r.Submitted, before.Submitted)
 	number(c, &r.Sent, before.Sent)
@@ -282,14 +289,14 @@ func (c *codec) record(r, before *trace.Record) {
 		number(c, &r.Granted, before.Granted)
 		number(c, &r.Begun, before.Begun)
 		number(c, &r.Ended, before.Ended)
-		c.text(&r.Error)
+		c.string(&r.Error)
 		integers(c, &r.Among, 0)
 	case c.decodes:
 		r.Set, r.Peer, r.Number, r.Kind = before.Set, before.Peer, before.Number, before.Kind
 		r.Backend, r.Algorithm, r.Error = before.Backend, before.Algorithm, before.Error
 		r.Among, r.Granted, r.Begun, r.Ended = before.Among, before.Granted, before.Begun, before.Ended
 	}
-	switch last := name.last; {
+	switch {
 	case !sameTensor:
 		number(c, &r.DType, last.DType)
 		c.flags(&r.Cached, &r.Absent, &r.Refused)
@@ -303,7 +310,7 @@ func (c *codec) record(r, before *trace.Record) {
 	if int(r.Kind) >= message.NumKinds || int(r.Backend) >= message.NumBackends {
 		c.fail("got an operation of %v over %v", r.Kind, r.Backend)
 	}
-	name.last = r
+	c.seen[name].last = r
 }
 
 // isOperation reports whether two records are the same in what belongs to the operation.

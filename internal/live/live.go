@@ -120,8 +120,8 @@ func NewRank(s *analysis.Snapshot, st *trace.Stats) *Rank {
 	return r
 }
 
-// Encode returns the state as a rank sends it to the launcher: as JSON, and after it the records of the
-// snapshot in the encoding of Records.
+// Encode returns the state as a rank sends it to the launcher: the version, the state as JSON, and the
+// records of the snapshot in the encoding of Records.
 func (r *Rank) Encode() ([]byte, error) {
 	head, snapshot := *r, *r.Snapshot
 	snapshot.Pending, snapshot.Operations, head.Snapshot = nil, nil, &snapshot
@@ -130,6 +130,7 @@ func (r *Rank) Encode() ([]byte, error) {
 		return nil, fmt.Errorf("encode the state of a rank: %w", err)
 	}
 	c := newEncoder()
+	c.version()
 	c.size(len(text), 1)
 	c.b = append(c.b, text...)
 	c.state(r.Snapshot)
@@ -139,6 +140,7 @@ func (r *Rank) Encode() ([]byte, error) {
 // DecodeRank decodes the result of Encode.
 func DecodeRank(text []byte) (*Rank, error) {
 	r, c := new(Rank), newDecoder(text)
+	c.version()
 	n := c.size(0, 1)
 	head := text[c.at : c.at+n]
 	c.at += n

@@ -324,19 +324,23 @@ func TestRecordsEncoding(t *testing.T) {
 	wrong := &live.Records{Entries: []live.Entry{{Operation: &trace.Operation{
 		Records: []trace.Record{{Kind: 99}}}}}}
 	for want, text := range map[string][]byte{
-		"got version 2 of the encoding, want 1":    append([]byte{4}, empty[1:]...),
+		"got version 3 of the encoding, want 2":    append([]byte{6}, empty[1:]...),
 		"got 1 bytes after the last element":       slices.Concat(empty, []byte{0}),
 		"got an operation without tensors":         slices.Concat(front, []byte{2, 0, 0, 0}),
 		"got an entry of kind 3":                   slices.Concat(front, []byte{2, 6, 0, 0}),
-		"got text 2 after 1 others":                slices.Concat(front, []byte{2, 2, 0, 4, 0, 0}),
+		"got string 2 after 1 others":              slices.Concat(front, []byte{2, 2, 0, 4, 0, 0}),
 		"got an operation of Kind(99)":             wrong.Encode(),
 		"got 1099511627776 elements in 0 bytes":    binary.AppendVarint(slices.Clone(front), 1<<40),
 		"got 2 elements in 7 bytes, want 4 bytes ": slices.Concat(front, []byte{2, 0, 4}, make([]byte, 7)),
 	} {
-		got, err := live.DecodeRecords(live.EncodeAnswers(map[int][]byte{0: text}))
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %+v, %v, want the error %q", got, err, want)
+		got, err := live.DecodeRecords(live.EncodeAnswers(map[int][]byte{0: text, 3: answers[3]}))
+		if err == nil || !strings.Contains(err.Error(), "rank 0: "+want) || len(got) != 1 || got[3] == nil {
+			t.Errorf("got %+v, %v, want the operations of rank 3 and the error %q", got, err, want)
 		}
+	}
+	if got, err := live.DecodeRank([]byte(`{"snapshot":{}}`)); err == nil ||
+		!strings.Contains(err.Error(), "use one version of gohvd") {
+		t.Errorf("got %+v, %v, want an error about the version, because earlier states were only JSON", got, err)
 	}
 	other := live.EncodeAnswers(map[int][]byte{1: empty})
 	if got, err := live.DecodeRecords(other); err == nil {
@@ -344,6 +348,59 @@ func TestRecordsEncoding(t *testing.T) {
 	}
 	if got, err := live.DecodeRecords(slices.Repeat(whole, 2)); err == nil {
 		t.Errorf("got %+v, want an error, because rank 3 is there twice", got)
+	}
+}
+
+// ofRecords returns Records with an operation of the given records.
+func ofRecords(all ...trace.Record) *live.Records {
+	return &live.Records{Entries: []live.Entry{{Operation: &trace.Operation{Records: all}}}}
+}
+
+// The lengths of lists are compared with the size of their smallest elements.
+func TestLeastSizes(t *testing.T) {
+	for what, c := range map[string]struct {
+		after int // the number of bytes after the list
+		of    func(n int) *live.Records
+	}{
+		"offsets": {2, func(n int) *live.Records { return &live.Records{Offsets: make([]trace.Offset, n)} }},
+		"sets":    {1, func(n int) *live.Records { return &live.Records{Sets: make([]live.Set, n)} }},
+		"entries": {0, func(n int) *live.Records {
+			return &live.Records{Entries: slices.Repeat([]live.Entry{{Step: new(live.Mark)}}, n)}
+		}},
+		"records": {2, func(n int) *live.Records { return ofRecords(make([]trace.Record, n)...) }},
+		"activities": {1, func(n int) *live.Records {
+			r := ofRecords(trace.Record{})
+			r.Entries[0].Operation.Activities = make([]trace.Activity, n)
+			return r
+		}},
+	} {
+		text := c.of(100).Encode()
+		want := fmt.Sprintf("want %d bytes for each", len(text)-len(c.of(99).Encode()))
+		decode := func(text []byte) error {
+			_, err := live.DecodeRecords(live.EncodeAnswers(map[int][]byte{0: text}))
+			return err
+		}
+		if err := decode(text); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+		if err := decode(text[:len(text)-c.after-1]); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got the error %v, want %q", what, err, want)
+		}
+	}
+}
+
+// What belongs to a tensor is there once, also if its first record adds a string after the name.
+func TestTensorIsEncodedOnce(t *testing.T) {
+	x := trace.Record{Name: "x", Error: "e", Shape: slices.Repeat(tensor.Shape{1 << 50, 0}, 50)}
+	for others := range 9 { // the list of the strings grows at some of these numbers
+		var all []trace.Record
+		for i := range others {
+			all = append(all, trace.Record{Name: fmt.Sprint(i)})
+		}
+		r := ofRecords(append(all, x, x)...)
+		if once := len(ofRecords(append(all, x)...).Encode()); len(r.Encode()) > once+100 {
+			t.Errorf("after %d others: got %d bytes for two records, %d for one", others, len(r.Encode()), once)
+		}
 	}
 }
 

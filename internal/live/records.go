@@ -2,6 +2,7 @@ package live
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -161,24 +162,30 @@ func EncodeAnswers(answers map[int][]byte) (b []byte) {
 }
 
 // DecodeRecords decodes the result of EncodeAnswers. Each operation has a record, and no arrivals of its own.
+// If the answers of some ranks cannot be decoded, it returns those of the others, and an error that says why.
 func DecodeRecords(b []byte) (map[int]*Records, error) {
 	all := make(map[int]*Records)
+	var bad error
 	for len(b) > 0 {
 		rank, n := binary.Uvarint(b)
 		size, m := binary.Uvarint(b[max(n, 0):])
 		if n <= 0 || m <= 0 || size > uint64(len(b)-n-m) {
-			return nil, fmt.Errorf("malformed operations of ranks: got %d bytes that are no answer of a rank", len(b))
+			return all, errors.Join(bad,
+				fmt.Errorf("malformed operations of ranks: got %d bytes that are no answer of a rank", len(b)))
 		}
 		end := n + m + int(size)
 		r, c := new(Records), newDecoder(b[n+m:end])
 		c.records(r)
-		if err := c.end(); err != nil {
-			return nil, fmt.Errorf("malformed operations of rank %d: %w", rank, err)
+		err := c.end()
+		if err == nil && (r.Rank < 0 || uint64(r.Rank) != rank || all[r.Rank] != nil) {
+			err = fmt.Errorf("they are of rank %d, or there twice", r.Rank)
 		}
-		if r.Rank < 0 || uint64(r.Rank) != rank || all[r.Rank] != nil {
-			return nil, fmt.Errorf("malformed operations of rank %d: they are of rank %d, or there twice", rank, r.Rank)
+		if err != nil {
+			bad = errors.Join(bad, fmt.Errorf("malformed operations of rank %d: %w", rank, err))
+		} else {
+			all[r.Rank] = r
 		}
-		all[r.Rank], b = r, b[end:]
+		b = b[end:]
 	}
-	return all, nil
+	return all, bad
 }
