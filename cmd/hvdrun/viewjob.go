@@ -134,6 +134,7 @@ func sizeOf(about *live.About) int {
 func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 	var history table.History
 	var next time.Time // when the ranks may be asked for records again
+	var failed error   // why operations are missing
 	size, ended := 0, false
 	show := func(u update, all map[int]*live.Records) {
 		s := table.States{Note: u.note, At: time.Now()}
@@ -141,7 +142,12 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 			s, ended = history.Add(u.job), u.job.End != nil
 			size = cmp.Or(sizeOf(&u.job.About), size)
 		}
-		_ = l.Update(size, stateOf(&s), all) // fails only if a file cannot be read, and there is none
+		state := stateOf(&s)
+		if failed != nil && !ended {
+			state.Problems = append(state.Problems, view.Problem{Text: fmt.Sprintf(
+				"The timeline lacks operations: %s.", logs.Plain(failed.Error()))})
+		}
+		_ = l.Update(size, state, all) // fails only if a file cannot be read, and there is none
 	}
 	over, stop := context.WithCancel(ctx)
 	defer stop()
@@ -158,8 +164,11 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 		j.follow(watched, viewInterval, func(u update) bool {
 			var all map[int]*live.Records
 			if u.job != nil && u.job.End == nil && !time.Now().Before(next) {
-				all, _ = j.records(watched, recordedRanks(u.job, l)) // without them, the page shows the state
+				all, failed = j.records(watched, recordedRanks(u.job, l))
 				next = nextQuestion(next, time.Now(), all)
+				if failed != nil {
+					next = time.Now().Add(askTime)
+				}
 			}
 			show(u, all)
 			return true
@@ -178,7 +187,7 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 // rank that sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's
 // processors that may take: one of so many.
 const (
-	recordTime  = time.Microsecond
+	recordTime  = 2 * time.Microsecond
 	shareOfHost = 100
 )
 

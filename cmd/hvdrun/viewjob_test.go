@@ -1,18 +1,26 @@
 package main
 
 import (
+	"bufio"
+	"context"
 	"encoding/json"
+	"io"
 	"net"
 	"net/http"
+	"net/http/cookiejar"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/timeline/view"
 )
 
 // jobSocket returns a listener at the place of the socket of an hvdrun.
@@ -109,5 +117,81 @@ func TestRecordsOfAStoppedHvdrun(t *testing.T) {
 		}
 	case <-time.After(deadline):
 		t.Errorf("no result after %v", deadline)
+	}
+}
+
+// If the operations of a rank cannot be decoded, the page says why, and the ranks are not asked for them
+// again at once.
+func TestPageOfRecordsOfAnotherVersion(t *testing.T) {
+	listener, j := jobSocket(t)
+	const states = 3
+	shows, asked := make(chan struct{}), make(chan struct{}, 100)
+	handler := http.NewServeMux()
+	handler.HandleFunc(statesPath, func(w http.ResponseWriter, req *http.Request) {
+		for range states {
+			about, processes := live.About{What: live.Ranks, Size: 1}, []live.Process{{Answered: true}}
+			_ = json.NewEncoder(w).Encode(&live.Job{About: about, Processes: processes})
+			_ = http.NewResponseController(w).Flush()
+			select {
+			case <-shows:
+			case <-req.Context().Done():
+			}
+		}
+		<-req.Context().Done()
+	})
+	handler.HandleFunc(recordsPath, func(w http.ResponseWriter, _ *http.Request) {
+		asked <- struct{}{}
+		_, _ = w.Write(live.EncodeAnswers(map[int][]byte{0: {2}}))
+	})
+	handler.HandleFunc(endPath, func(_ http.ResponseWriter, req *http.Request) { <-req.Context().Done() })
+	go func() { _ = http.Serve(listener, handler) }() // until the test ends
+	l, err := newLive(&live.About{What: live.Ranks, Size: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewUnstartedServer(nil)
+	page := view.NewLiveServer(l, server.Listener.Addr().String())
+	server.Config.Handler = page
+	server.Start()
+	defer server.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer cancel()
+	running.Go(func() { followJob(ctx, j, l) })
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	get := func(url string) io.ReadCloser {
+		req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer, err := (&http.Client{Jar: jar}).Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return answer.Body
+	}
+	get(page.URL()).Close()
+	stream := get(server.URL + "/live")
+	defer stream.Close()
+	shown := bufio.NewScanner(stream)
+	for n := 0; n < states; { // the page misses no state, because each is sent when the one before is shown
+		if !shown.Scan() {
+			t.Fatalf("the page has shown %d states with the reason: %v", n, shown.Err())
+		}
+		if strings.Contains(shown.Text(), "malformed operations of rank 0: got version 1") {
+			n++
+			select {
+			case shows <- struct{}{}:
+			case <-ctx.Done():
+				t.Fatalf("the job has sent %d states", n)
+			}
+		}
+	}
+	if len(asked) != 1 {
+		t.Errorf("the ranks were asked %d times, want once", len(asked))
 	}
 }
