@@ -65,9 +65,10 @@ type stream struct {
 	more     func() ([]item, bool)
 	batch    []item        // what more returned last
 	items    []item        // the rest of it
-	used     chan []item   // batches whose memory can be used again
+	used     chan []item   // batches whose memory can be reused
 	frontier time.Duration // the end of the last operation that next returned
 	failed   error         // the error that ended reading, once more has returned false
+	running  bool          // whether the job is running
 }
 
 // item is an operation, or a mark that comes before the next one.
@@ -169,14 +170,14 @@ func (s *stream) batches(yield func([]item) bool) {
 	}
 }
 
-// emptied returns a used batch without its items, whose operations the reader uses again. It returns nil if
-// there is none.
+// emptied returns a used batch without its items, whose operations the reader reuses. It returns nil if there
+// is none.
 func (s *stream) emptied() []item {
 	select {
 	case batch := <-s.used:
 		for _, i := range batch {
 			// In files larger ones are rare, and would stay.
-			if i.op != nil && (s.files.segments[0].path == "" || cap(i.op.Records) <= aheadOf) {
+			if i.op != nil && (s.running || cap(i.op.Records) <= aheadOf) {
 				s.free = append(s.free, i.op)
 			}
 		}
@@ -273,7 +274,7 @@ func (j *Job) collect(see func(rank int, op *trace.Operation)) (*collection, err
 				succeeded: make(map[int]time.Duration)}
 		}
 		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never},
-			frontier: never, index: len(c.streams)}
+			frontier: never, index: len(c.streams), running: j.running}
 		s.steps.marked = f.marked()
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
 			Error: time.Duration(f.clock.err), Known: f.clock.known})

@@ -74,7 +74,7 @@ type rankReader struct {
 	pid   int64      // the track of the tensor that is being read
 	track *track     // the same; it has no name if the file has none
 	op    *operation // has one record, of this tensor
-	// free has operations that are not used any more, whose memory is used again.
+	// free has operations that are not used any more, whose memory is reused.
 	free []*operation
 }
 

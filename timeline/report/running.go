@@ -51,7 +51,7 @@ func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
 			r.mark(mark{isSpan: true, span: trace.Span{Kind: e.Span.Kind, Name: clip(e.Span.Name),
 				Begun: r.reference(stamp(e.Span.Begun)), End: r.reference(stamp(e.Span.End))}})
 		case e.Operation != nil && !slices.ContainsFunc(e.Operation.Records, notSubmitted):
-			if !yield(r.ofEntry(e)) {
+			if !yield(r.ofEntry(e, s.size)) {
 				return false
 			}
 		}
@@ -64,12 +64,17 @@ func (r *rankReader) recorded(s *source, yield func(*operation) bool) bool {
 func notSubmitted(n trace.Record) bool { return n.Submitted == 0 }
 
 // ofEntry returns the operation of an entry with times on rank 0's clock. All its tensors have the same
-// arrivals.
-func (r *rankReader) ofEntry(e *live.Entry) *operation {
+// arrivals. If there are more than size, the number of ranks, it has none: no process set has more members,
+// and each tensor gets a copy of them.
+func (r *rankReader) ofEntry(e *live.Entry, size int) *operation {
 	op, o := e.Operation, r.fresh()
 	o.fused = int64(len(op.Records))
 	o.Records, o.Activities = append(o.Records[:0], op.Records...), append(o.Activities, op.Activities...)
-	o.Arrivals = append(o.Arrivals[:0], e.Arrivals...)
+	arrivals := e.Arrivals
+	if len(arrivals) > size {
+		arrivals = nil
+	}
+	o.Arrivals = append(o.Arrivals[:0], arrivals...)
 	convert := func(t *time.Duration) {
 		if *t != 0 {
 			*t = r.reference(stamp(*t))
@@ -92,7 +97,7 @@ func (r *rankReader) ofEntry(e *live.Entry) *operation {
 		convert(&o.Arrivals[i])
 	}
 	for range len(o.Records) - 1 {
-		o.Arrivals = append(o.Arrivals, o.Arrivals[:len(e.Arrivals)]...)
+		o.Arrivals = append(o.Arrivals, o.Arrivals[:len(arrivals)]...)
 	}
 	return o
 }

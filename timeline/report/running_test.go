@@ -2,6 +2,7 @@ package report
 
 import (
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -31,6 +32,24 @@ func TestBatchesAreLimitedByTensors(t *testing.T) {
 		if all != operations*tensors || most != want {
 			t.Errorf("%d tensors in an operation: got %d in all and up to %d at a time, want %d and %d", tensors,
 				all, most, operations*tensors, want)
+		}
+	}
+}
+
+// An entry with more arrivals than the job has ranks has none, because each of its tensors would get a copy.
+func TestArrivalsAreLimitedByRanks(t *testing.T) {
+	for arrivals, want := range map[int]int{2: 4, 3: 0} {
+		o := &trace.Operation{Records: []trace.Record{{Submitted: 1}, {Submitted: 1}}}
+		r := &live.Records{Entries: []live.Entry{{Operation: o, Arrivals: make([]time.Duration, arrivals)}}}
+		reader := newRankReader(OfRecords(2, []*live.Records{r}).ranks[0])
+		err := reader.operations(func(o *operation) bool {
+			if len(o.Arrivals) != want {
+				t.Errorf("%d arrivals: got %d for two tensors, want %d", arrivals, len(o.Arrivals), want)
+			}
+			return true
+		})
+		if err != nil {
+			t.Error(err)
 		}
 	}
 }
