@@ -140,11 +140,11 @@ class Window(NamedTuple):
 
 
 def family(pid):
-    """Returns the number of a process and those of all processes that it has started."""
+    """Returns the number of a process and those of all processes that it has started. Its threads may end meanwhile."""
     found = [pid]
     for at in found:
         for task in os.listdir(f"/proc/{at}/task"):
-            with open(f"/proc/{at}/task/{task}/children", encoding="ascii") as file:
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/{at}/task/{task}/children", encoding="ascii") as file:
                 found += map(int, file.read().split())
     return found
 

@@ -35,8 +35,9 @@ const (
 	// shareOfHost limits the time that the analysis takes: one of so many parts of the time of the host's
 	// processors, and at most a tenth of one processor. hvdrun view runs on the host of the training.
 	// maxRestTime is the time after an analysis, in which there is no other, above which fewer operations are
-	// kept. It is half of the time between two states, so the analysis mostly takes half of its limit. If
-	// minLiveBytes take longer, an operation is still shown before there is no room for it any more.
+	// kept. It is half of viewInterval of cmd/hvdrun, the time between two states, so the analysis mostly
+	// takes at most half of its limit. If minLiveBytes take longer, an operation is still shown before there
+	// is no room for it any more.
 	shareOfHost = 100
 	maxRestTime = 250 * time.Millisecond
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.

@@ -53,7 +53,7 @@ type Server struct {
 	cookie string
 	id     string // differs between servers, so that a browser does not mix up their answers
 	// work has a writer for each answer that may be made at a time. Writers take a megabyte each, so they are
-	// used again.
+	// reused.
 	work chan *gzip.Writer
 
 	mu     sync.Mutex
