@@ -89,7 +89,7 @@ func (r *runner) runDoctor(given *doctorFlags) error {
 	}
 	s.Agent = given.where.reach
 
-	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	ctx, stop := signal.NotifyContext(context.Background(), heeded(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)...)
 	defer stop()
 	lines := doctor.Run(ctx, s, doctor.Checks(), doctorLimit)
 	if ctx.Err() != nil {

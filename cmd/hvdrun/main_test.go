@@ -611,19 +611,30 @@ func TestInterrupt(t *testing.T) {
 	}
 }
 
-// TestIgnoredSignalsStayIgnored checks that hvdrun and its ranks ignore SIGHUP if it is ignored when hvdrun
-// starts, as under nohup.
+// TestIgnoredSignalsStayIgnored checks that hvdrun, its ranks and its commands ignore SIGHUP if it is ignored
+// when hvdrun starts, as under nohup.
 func TestIgnoredSignalsStayIgnored(t *testing.T) {
-	cmd := hvdrun(t, "-np", "2", "sh", "-c", `kill -HUP $PPID $$; echo alive`)
 	shell, err := exec.LookPath("sh")
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd.Path, cmd.Args = shell, append([]string{"sh", "-c", `trap "" HUP; kill -HUP $$; exec "$@"`, "sh"},
-		cmd.Args...)
-	out, err := cmd.Output()
+	ignoring := func(args ...string) *exec.Cmd {
+		cmd := hvdrun(t, args...)
+		cmd.Path, cmd.Args = shell, append([]string{"sh", "-c", `trap "" HUP; kill -HUP $$; exec "$@"`, "sh"},
+			cmd.Args...)
+		return cmd
+	}
+	out, err := ignoring("-np", "2", "sh", "-c", `kill -HUP $PPID $$; echo alive`).Output()
 	if err != nil || strings.Count(string(out), "<stdout>:alive\n") != 2 {
 		t.Errorf("got %q and error %v, want both ranks alive", out, err)
+	}
+	agent := filepath.Join(t.TempDir(), "agent")
+	if err := os.WriteFile(agent, []byte("#!/bin/sh\nkill -HUP $PPID\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	out, _ = ignoring("doctor", "--agent", agent, "-H", "h1").CombinedOutput() // the status depends on this host
+	if !strings.Contains(string(out), "h1") {
+		t.Errorf("got %q, want the findings of hvdrun doctor", out)
 	}
 }
 

@@ -312,8 +312,7 @@ func runMPIRank(addrs, command, env []string) (status int, err error) {
 		cmd.Env = append(cmd.Env, "HOROVOD_LOCAL_RANK="+strconv.Itoa(at.LocalRank),
 			"HOROVOD_LOCAL_SIZE="+strconv.Itoa(at.LocalSize))
 	}
-	signals := make(chan os.Signal, 16)
-	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2)
+	signals := receivedSignals()
 	if err := cmd.Start(); err != nil {
 		return statusFailure, fmt.Errorf("rank %d: %w", at.Rank, err)
 	}

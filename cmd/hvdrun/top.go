@@ -115,7 +115,7 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 	if err != nil || j == nil {
 		return err
 	}
-	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	ctx, stop := signal.NotifyContext(context.Background(), heeded(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)...)
 	defer stop()
 	switch {
 	case given.start != "" || given.stop:
