@@ -189,10 +189,10 @@ type tensor struct {
 	overtaken bool
 }
 
-// origin is a tensor with which a rank was late.
+// origin is a rank and the name of a tensor with which it was late.
 type origin struct {
 	rank int
-	*tensor
+	name string
 }
 
 // slot is an operation for which some members have not added their records yet.
@@ -543,9 +543,11 @@ func (l *Late) count(w wait) {
 	from, to := l.held.Add(topo.Rank(w.rank), w.others, w.asked, waited)
 	if to > from && (steady || l.steadyFrom == never) {
 		l.program(w.rank).heldUp(from, to)
-		at := origin{w.rank, w.origin}
-		if _, known := l.origins[at]; w.origin != nil && (known || len(l.origins) < maxOrigins) {
-			l.origins[at] += to - from
+		if w.origin != nil {
+			at := origin{w.rank, w.origin.name}
+			if _, known := l.origins[at]; known || len(l.origins) < maxOrigins {
+				l.origins[at] += to - from
+			}
 		}
 		if step := l.steps.current(); step != nil {
 			add(&step.Held, w.rank, to-from)

@@ -5,6 +5,9 @@ import (
 	"strconv"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // If there are more steps than entries, the entries stand for more and more steps, and no time is lost.
@@ -63,13 +66,27 @@ func TestRangeAfterManyGaps(t *testing.T) {
 	}
 }
 
-// Late forgets names of tensors if a program has a new one for each operation.
+// Late forgets names of tensors if a program has a new one for each operation. The times for which a rank held
+// up the others with a tensor are added up nevertheless.
 func TestNamesOfTensorsAreForgotten(t *testing.T) {
-	l := NewLate(nil)
+	l := NewLate(func(*Member, time.Duration, time.Duration, time.Duration) {})
+	members := []*Member{l.Member(0, Clock{Known: true}), l.Member(1, Clock{Known: true})}
+	late := func(number uint64) {
+		at := time.Duration(number) * time.Second
+		for rank, m := range members {
+			l.Add(m, &trace.Operation{Records: []trace.Record{{Number: number, Kind: message.Allreduce,
+				Name: "grad.0", Submitted: at + time.Duration(rank)*5, Granted: at + 6, Ended: at + 7}}})
+		}
+	}
+	late(1)
 	for i := range 3 * maxTensors {
 		name := strconv.Itoa(i)
 		if got := l.tensor(name); got.name != name || got != l.tensor(name) || len(l.tensors) > maxTensors {
 			t.Fatalf("name %d: got %+v, and %d names are known, want at most %d", i, got, len(l.tensors), maxTensors)
 		}
+	}
+	late(2)
+	if r := l.Findings().Ranks[1]; r.Origin != "grad.0" || r.OriginHeld != 10 {
+		t.Errorf("got %q for %v, want grad.0 for 10ns", r.Origin, r.OriginHeld)
 	}
 }
