@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -161,7 +160,8 @@ func TestAtRandom(t *testing.T) {
 	for _, hosts := range layouts {
 		t.Run(hosts, func(t *testing.T) {
 			x := opstest.Random{
-				Seed: rand.Uint64(), Rounds: 60, Kinds: []message.Kind{message.Allreduce, message.Broadcast},
+				Seed: opstest.PickSeed(t), Rounds: 60,
+				Kinds:      []message.Kind{message.Allreduce, message.Broadcast},
 				Reductions: opstest.Reductions(), WideHalves: true, Sizes: []int{1, 7, 1000, 10_000, 60_000},
 				Algorithms: func(message.Kind, tensor.ReduceOp) []message.Algorithm {
 					return []message.Algorithm{message.TwoLevel}

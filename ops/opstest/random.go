@@ -4,17 +4,32 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"math"
 	"math/bits"
 	"math/rand/v2"
 	"slices"
+	"testing"
 
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
 )
+
+var seed = flag.Uint64("seed", 0, "choose random operations by this seed; 0 draws one")
+
+// PickSeed returns the seed for a test: that of the flag -seed, or a random one.
+func PickSeed(tb testing.TB) uint64 {
+	tb.Helper()
+	s := *seed
+	if s == 0 {
+		s = rand.Uint64()
+	}
+	tb.Logf("seed %d; repeat with -args -seed %d", s, s)
+	return s
+}
 
 // Random runs random operations, one after another, and compares their results with those of a sequential
 // reference. It shows that a backend moves and combines all bytes, whatever their number, their memory and
@@ -23,7 +38,7 @@ type Random struct {
 	Seed   uint64 // the same at all ranks; errors show it
 	Rounds int
 	Kinds  []message.Kind
-	// Reductions has the reductions for all kinds that reduce, other than Adasum for an allreduce only.
+	// Reductions has the reductions to choose from. Adasum is chosen only for allreduces.
 	Reductions []Reduction
 	// Algorithms returns the algorithms for a kind. The default is Direct. InOrder says which of them add and
 	// multiply floats in the order of the ranks. For the others, the numbers are such that the order does not
@@ -37,6 +52,9 @@ type Random struct {
 	Segments []int
 	// Sizes has numbers of elements at which something changes. An operation has as many, one more, or fewer.
 	Sizes []int
+	// Blocks has sizes of blocks in bytes. The default is sizes up to that of one of the Sizes, divided among
+	// the ranks.
+	Blocks []int
 	// Place returns memory with a copy of a content. shared is 0, 1 or 2, the same for all memory of an
 	// operation at all ranks. The default is memory of Go.
 	Place func(shared int, own *rand.Rand, content []byte) []byte
@@ -146,21 +164,26 @@ func (x *Random) choose(rng *rand.Rand, n int) *random {
 		}
 		o.want = o.in[o.Root]
 	default:
-		o.blocks(rng, n, pick(rng, []int{7, 2048, 2049, 8*size/n + 1}))
+		sizes := func() []int { return x.Blocks }
+		if x.Blocks == nil {
+			most := pick(rng, []int{7, 2048, 2049, 8*size/n + 1})
+			sizes = func() []int { return []int{0, most, rng.IntN(most + 1), rng.IntN(most + 1)} }
+		}
+		o.blocks(rng, n, sizes)
 	}
 	return o
 }
 
-// blocks chooses blocks of at most the given size: one from each rank in an allgather, otherwise one from
-// each rank to each rank.
-func (o *random) blocks(rng *rand.Rand, n, most int) {
+// blocks chooses blocks, each of one of the sizes: one from each rank in an allgather, otherwise one from each
+// rank to each rank.
+func (o *random) blocks(rng *rand.Rand, n int, sizes func() []int) {
 	o.rows = make([][]int64, n)
 	for from := range n {
 		o.in = append(o.in, nil)
 		for to := range n {
 			k := 0
 			if o.Sends(from, to) && (o.Kind != message.Allgather || to == 0) {
-				k = pick(rng, []int{0, most, rng.IntN(most + 1), rng.IntN(most + 1)})
+				k = pick(rng, sizes())
 			}
 			o.rows[from] = append(o.rows[from], int64(k))
 			o.in[from] = append(o.in[from], content(rng, k)...)

@@ -37,7 +37,7 @@ func TestAtRandom(t *testing.T) {
 	} {
 		for n := 1; n <= 5; n++ {
 			t.Run(fmt.Sprintf("%s/ranks=%d", name, n), func(t *testing.T) {
-				seed := rand.Uint64()
+				seed := opstest.PickSeed(t)
 				ctx, cancel := context.WithCancelCause(t.Context())
 				defer cancel(nil)
 				run(t, n, c.cfg, func(r *rank) error {

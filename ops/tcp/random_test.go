@@ -2,7 +2,6 @@ package tcp_test
 
 import (
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"testing"
 
@@ -17,10 +16,10 @@ import (
 )
 
 // randomly runs random operations of all kinds on the ranks of c. The given sizes are added.
-func randomly(t *testing.T, c *cluster, rounds int, sizes ...int) {
+func randomly(t *testing.T, c *cluster, seed uint64, rounds int, sizes ...int) {
 	t.Helper()
 	x := opstest.Random{
-		Seed: rand.Uint64(), Rounds: rounds,
+		Seed: seed, Rounds: rounds,
 		Kinds: []message.Kind{message.Allreduce, message.Allreduce, message.Allreduce, message.Reduce,
 			message.Reducescatter, message.Allgather, message.Broadcast, message.Alltoall, message.Gather,
 			message.Scatter},
@@ -39,6 +38,24 @@ func randomly(t *testing.T, c *cluster, rounds int, sizes ...int) {
 	c.must(t, x.RunAll(t.Context(), len(c.backends)))
 }
 
+// largeBlocks runs operations of all kinds with blocks, by all algorithms. Sockets do not accept a block at
+// once.
+func largeBlocks(t *testing.T, c *cluster, seed uint64) {
+	t.Helper()
+	n := len(c.backends)
+	for _, k := range []message.Kind{message.Allgather, message.Alltoall, message.Gather, message.Scatter} {
+		for _, a := range tcp.Algorithms(k) {
+			x := opstest.Random{
+				Seed: seed, Rounds: 1, Kinds: []message.Kind{k}, Sizes: []int{1}, Blocks: []int{8<<20/n + 1},
+				Algorithms: func(message.Kind, tensor.ReduceOp) []message.Algorithm {
+					return []message.Algorithm{a}
+				},
+			}
+			c.must(t, x.RunAll(t.Context(), n))
+		}
+	}
+}
+
 // Random operations, one after another on the same channels, have the results of a sequential reference: with
 // channels that release buffers late, over slow links, over sockets that accept fewer bytes at once than the
 // ranks send, with TLS, and in a process set whose order is not that of the ranks. No operation may change a
@@ -48,8 +65,9 @@ func TestAtRandom(t *testing.T) {
 		t.Run(fmt.Sprintf("strict/ranks=%d", n), func(t *testing.T) {
 			c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{})
 			defer c.close()
-			for range 20 {
-				randomly(t, c, 3)
+			seed := opstest.PickSeed(t)
+			for i := range uint64(20) {
+				randomly(t, c, seed+i, 3)
 				checkReleased(t, c)
 			}
 		})
@@ -57,7 +75,7 @@ func TestAtRandom(t *testing.T) {
 	t.Run("set", func(t *testing.T) {
 		c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
 		defer c.close()
-		randomly(t, c, 60)
+		randomly(t, c, opstest.PickSeed(t), 60)
 	})
 	key, _ := secret.New()
 	slow := func(t *testing.T, n int) []transport.Mesh {
@@ -71,18 +89,24 @@ func TestAtRandom(t *testing.T) {
 	}
 	for name, network := range map[string]struct {
 		meshes func(t *testing.T, n int) []transport.Mesh
-		sizes  []int
+		large  bool
 	}{
-		"slow":    {slow, nil},
-		"sockets": {func(t *testing.T, n int) []transport.Mesh { return tcpMeshes(t, n) }, []int{1 << 20}},
+		"slow":    {slow, false},
+		"sockets": {func(t *testing.T, n int) []transport.Mesh { return tcpMeshes(t, n) }, true},
 		"TLS": {func(t *testing.T, n int) []transport.Mesh { return socketMeshes(t, n, key.Encrypted()) },
-			[]int{1 << 20}},
+			true},
 	} {
 		for n := 2; n <= 3; n++ {
 			t.Run(fmt.Sprintf("%s/ranks=%d", name, n), func(t *testing.T) {
 				c := newCluster(network.meshes(t, n), upTo(n), tcp.Config{})
 				defer c.close()
-				randomly(t, c, 40, slices.Clone(network.sizes)...)
+				seed := opstest.PickSeed(t)
+				if !network.large {
+					randomly(t, c, seed, 40)
+					return
+				}
+				randomly(t, c, seed, 40, 1<<20)
+				largeBlocks(t, c, seed)
 			})
 		}
 	}
