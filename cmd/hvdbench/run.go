@@ -93,7 +93,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	}
 	calls := fmt.Sprintf("%d timed calls after %d untimed calls", b.iters, b.warmup)
 	if b.seconds > 0 {
-		calls = fmt.Sprintf("each case timed for about %g s", b.seconds)
+		calls = fmt.Sprintf("3 to 20000 timed calls, for about %g s if that many suffice", b.seconds)
 	}
 	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %s", b.kind, b.team.Size(), b.team, b.memoryName(),
 		touched, calls)

@@ -127,7 +127,7 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 func TestSecondsChooseTheNumberOfCalls(t *testing.T) {
 	out, log, err := runs(t, 2, nil, func(o *options, _ int) { o.seconds, o.placements = 1e-9, []bool{true} })
 	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["iters"] != "20" ||
-		!strings.Contains(out, ", each case timed for about 1e-09 s\n") {
+		!strings.Contains(out, ", 3 to 20000 timed calls, for about 1e-09 s if that many suffice\n") {
 		t.Errorf("--seconds 1e-9, want 20 calls: error %v and\n%s%s", err, out, log)
 	}
 }

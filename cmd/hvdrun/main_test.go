@@ -255,7 +255,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"--servers", "1", "--workers", "1", "--min-np", "1"}, touch...),
 			"--min-num-proc cannot be used with --servers and --workers"},
 		{append([]string{"--servers", "1", "--workers", "1", "--host-discovery-script", "echo localhost:3"}, touch...),
-			"--host-discovery-script cannot be used with --servers and --workers"},
+			"a job with a parameter server cannot be elastic"},
 		{append([]string{"--nproc_per_node=2"}, touch...),
 			"--nproc_per_node is a flag of torchrun: use -np N, or on several hosts -H h1:N,h2:N"},
 		{append([]string{"-np", "2", "--rdzv-endpoint", "h:1"}, touch...),

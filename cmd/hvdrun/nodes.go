@@ -25,7 +25,11 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 		}
 		return nil, nil
 	}
-	for _, name := range []string{"num-proc", "min-num-proc", "max-num-proc", "host-discovery-script", "torch-store"} {
+	if given.Changed("host-discovery-script") {
+		return nil, usagef("--host-discovery-script cannot be used with --servers and --workers: a job with a " +
+			"parameter server cannot be elastic")
+	}
+	for _, name := range []string{"num-proc", "min-num-proc", "max-num-proc", "torch-store"} {
 		if given.Changed(name) {
 			return nil, usagef("--%s cannot be used with --servers and --workers: such a job has no ranks, but "+
 				"a scheduler, servers and workers", name)

@@ -82,7 +82,7 @@ func threads(s *System) (left uint64, limit string, limited bool) {
 		}
 	}
 	if r, err := s.Rlimit(unix.RLIMIT_NPROC); err == nil && r.Cur != unix.RLIM_INFINITY && !exempt(s) {
-		least(r.Cur, "RLIMIT_NPROC, less those that this user has already")
+		least(r.Cur, "RLIMIT_NPROC; those that this user has already are not subtracted")
 	}
 	return left, limit, limited
 }

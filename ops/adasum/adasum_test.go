@@ -8,8 +8,10 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/adasum"
+	"github.com/gohvd/gohvd/ops/opstest"
 )
 
 // Two tensors of two elements are combined in parts of one element. The vectors of the first tensor are
@@ -108,17 +110,26 @@ func TestRange(t *testing.T) {
 // A NaN or an infinity in one tensor makes the result of this tensor NaN, and does not change that of another
 // one.
 func TestNotFinite(t *testing.T) {
-	for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
-		a, b := []float64{1, bad, 1, 0}, []float64{1, 2, 0, 2}
-		var c adasum.Combiner
-		if err := c.Prepare(tensor.Float64, 32, []int64{16, 16}); err != nil {
+	for _, r := range opstest.Adasums() {
+		dt := r.DType
+		widen, err := kernel.Convert(tensor.Float64, dt)
+		if err != nil {
 			t.Fatal(err)
 		}
-		dots := make([]float64, c.Dots())
-		c.AddDots(dots, tensor.Bytes(a), tensor.Bytes(b), 0)
-		c.Combine(tensor.Bytes(a), tensor.Bytes(a), tensor.Bytes(b), 0, dots)
-		if !math.IsNaN(a[0]) || !math.IsNaN(a[1]) || a[2] != 1 || a[3] != 2 {
-			t.Errorf("%v: got %v, want [NaN NaN 1 2]", bad, a)
+		for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
+			a, b := opstest.Encode(dt, []float64{1, bad, 1, 0}), opstest.Encode(dt, []float64{1, 2, 0, 2})
+			var c adasum.Combiner
+			if err := c.Prepare(dt, len(a), []int64{int64(len(a) / 2), int64(len(a) / 2)}); err != nil {
+				t.Fatal(err)
+			}
+			dots := make([]float64, c.Dots())
+			c.AddDots(dots, a, b, 0)
+			c.Combine(a, a, b, 0, dots)
+			got := make([]float64, 4)
+			widen(tensor.Bytes(got), a)
+			if !math.IsNaN(got[0]) || !math.IsNaN(got[1]) || got[2] != 1 || got[3] != 2 {
+				t.Errorf("%v, %v: got %v, want [NaN NaN 1 2]", dt, bad, got)
+			}
 		}
 	}
 }

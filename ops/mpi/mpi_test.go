@@ -27,6 +27,8 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
+// These tests run in every process of an MPI job, in the same order (TestWithMPI).
+
 // job is the world of the tests.
 var job *world
 
