@@ -146,7 +146,8 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
         print("worker", node.rank, "is done", flush=True)
 `
 
-// TestParameterServer checks gohvd.ps, and that the example gets within 1% of the optimum.
+// TestParameterServer checks gohvd.ps, and that the example gets within 1% of the optimum. In bulk-synchronous
+// mode the result does not depend on how fast the workers are.
 func TestParameterServer(t *testing.T) {
 	t.Parallel()
 	testnet.NeedTorch(t)
@@ -154,7 +155,9 @@ func TestParameterServer(t *testing.T) {
 	if err != nil || strings.Count(string(out), "is done") != 2 {
 		t.Errorf("%v\n%s", err, out)
 	}
-	out, err = nodes(t, "../../examples/sparse_logreg.py", "--batches", "5", "--epochs", "40").CombinedOutput()
+	cmd := nodes(t, "../../examples/sparse_logreg.py", "--batches", "5", "--epochs", "40")
+	cmd.Env = append(cmd.Env, "HVD_STALENESS=0")
+	out, err = cmd.CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "sparse_logreg: excess_percent=0.") {
 		t.Errorf("%v\n%s", err, out)
 	}
