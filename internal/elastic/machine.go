@@ -533,12 +533,20 @@ func (m *Machine) usable() (slots []Slot) {
 	return slots
 }
 
-// lasting returns the number of slots at which a process runs or may be started at some time.
+// lasting returns the number of slots at which a process runs or may be started at some time. A rank that is to
+// leave runs as long as the training needs it.
 func (m *Machine) lasting() (n int) {
+	stays := make(map[Slot]bool)
+	for _, k := range m.members {
+		if k.state == active && k.lost == "" && !k.done {
+			stays[k.Slot] = true
+		}
+	}
 	for _, h := range m.hosts {
 		for i := range h.Slots {
 			s := Slot{h.Name, i}
-			if x := m.excluded[m.unit(s)]; !m.departed[s] && (x == nil || x.over || !x.until.IsZero()) {
+			x := m.excluded[m.unit(s)]
+			if stays[s] || !m.departed[s] && (x == nil || x.over || !x.until.IsZero()) {
 				n++
 			}
 		}
@@ -747,8 +755,12 @@ func (m *Machine) pause(ranks []*member) {
 		if !first {
 			why = m.reason(nil) + "; "
 		}
-		m.end(fmt.Sprintf("%sprocesses may still run at %d slots of the hosts, which do not change, want at least %d", why, n,
-			m.cfg.Min), m.culprit)
+		slots := "slots"
+		if n == 1 {
+			slots = "slot"
+		}
+		m.end(fmt.Sprintf("%sprocesses may still run at %d %s of the hosts, which do not change, want at least %d", why, n,
+			slots, m.cfg.Min), m.culprit)
 		return
 	}
 	if m.waitsSince.IsZero() {
