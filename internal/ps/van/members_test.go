@@ -346,6 +346,25 @@ func TestReasonOfADeclaredDeath(t *testing.T) {
 	testnet.WantError(t, server.lossOf(9), "worker 0 is gone: a test says so")
 }
 
+// TestDeclaredDeadAfterReturn checks that the scheduler goes on if the process that it declares dead has ended
+// meanwhile, and another one has taken its place.
+func TestDeclaredDeadAfterReturn(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	scheduler := nodes[SchedulerID]
+	l, err := scheduler.link(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	scheduler.sched.telling.Lock()
+	scheduler.sched.declareDead(l, errors.New("a test says so"))
+	kill(nodes[8])
+	server := again(t, nodes, 8, nil)
+	scheduler.sched.telling.Unlock()
+	testnet.Eventually(t, "the worker knows the new process", func() bool {
+		return nodes[9].Current(8) == server.Process()
+	})
+}
+
 // TestBlameAfterReturn checks that a request to a server whose place another process has taken does not keep
 // a node from blaming the next one.
 func TestBlameAfterReturn(t *testing.T) {

@@ -33,9 +33,9 @@ func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
 	}
 }
 
-// declareDead ends the link with a process because of err. It tells the process first, because the process
-// may be alive, for example if it was stopped. Then it tells the others, so that they know the reason when
-// the process ends its connections with them.
+// declareDead ends the link with a process because of err. It tells the others, so that they know the reason
+// when the process ends its connections with them, and then the process, which may be alive, for example if it
+// was stopped. A process that has lost its peers before it learns that waits for it (link.confirm).
 func (s *scheduler) declareDead(l *link, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -45,12 +45,22 @@ func (s *scheduler) declareDead(l *link, err error) {
 	l.aborted = err
 	s.van.wg.Go(func() {
 		defer l.conn.Close()
-		s.telling.Lock()
-		defer s.telling.Unlock()
-		dead := s.van.members.dead(l.process, err)
-		l.tellDeath(dead)
-		s.broadcast(pspb.Command_LOST, dead)
+		if dead := s.tellOthers(l.process, err); len(dead) > 0 {
+			l.tellDeath(dead)
+		}
 	})
+}
+
+// tellOthers tells the other processes that p was declared dead because of err, and returns the nodes of p. If
+// another process has its place already, there are none.
+func (s *scheduler) tellOthers(p Process, err error) []*pspb.Node {
+	s.telling.Lock()
+	defer s.telling.Unlock()
+	dead := s.van.members.dead(p, err)
+	if len(dead) > 0 {
+		s.broadcast(pspb.Command_LOST, dead)
+	}
+	return dead
 }
 
 // tellDeath tells the peer that its process, which has the given nodes, was declared dead.
