@@ -268,6 +268,11 @@ class Slot:
             _library.abandon(self.words[_HANDLE], arrays)
 
 
+def submitted(used: list[Slot]) -> bool:
+    """Returns whether the last operation was submitted for which Engine.call has got the list and has not waited."""
+    return bool(used) and used[-1].words[_HANDLE] != 0
+
+
 def _full_name(op: Operation, name: str) -> str:
     """Returns the name by which the ranks match an operation. It begins with the kind, so that the program may use the
     same name for operations of different kinds.
@@ -872,7 +877,7 @@ class Engine:
     def call(
         self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any = None,
         take: Callable[[Call[A]], Any] | None = None, wait: bool = False, outputs: tuple[Shape, ...] | None = None,
-        begun: list[Call[A] | None] | None = None,
+        begun: list[Call[A] | None] | None = None, used: list[Slot] | None = None,
     ) -> Any:  # fmt: skip
         """Begins an operation and returns it. If wait is true, waits until it is done, and returns what its method wait
         returns. take is the function that returns the result.
@@ -881,6 +886,9 @@ class Engine:
         come. If it is still empty, the operation was not submitted. An entry that is None says that the operation is over:
         it has failed, or the exception has prevented the copy of its results. Otherwise the entry is the operation, which
         may still be in flight, because a signal handler has ended the wait with the exception.
+
+        used is a list for a caller that does not wait. It gets the slot of the operation, so that the function submitted
+        tells whether the operation was submitted before an exception of a signal handler.
 
         x is an array, or a sequence of arrays for a grouped operation. The result is written to target, which may be x
         itself. An operation whose result has a size that not only depends on the shapes (allgather, alltoall, gather,
@@ -945,6 +953,9 @@ class Engine:
                     return results[0]
                 call = Call(None, 0, results, take, completion)
             return call.wait()
+        if used is not None:
+            slot.words[_HANDLE] = 0
+            used.append(slot)
         status = self._submitting.hvd_submit(slot.at, slot.handle_at)
         if status == SUCCESS:
             return Call(slot, slot.words[_HANDLE], results, take, completion)

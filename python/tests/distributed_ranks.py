@@ -300,23 +300,39 @@ class Collectives(Ranks):
         self.equal(x, float(self.size))
 
     def test_interrupted_sparse(self) -> None:
-        """A signal handler raises an exception between the two calls of the group for a sparse tensor. The group makes both,
-        as at the other ranks.
+        """A signal handler raises an exception between the two calls of the group for a sparse tensor, or just after one of
+        them. The group makes both, as at the other ranks.
         """
         begin, numbers, x = Calls._begin, [], torch.ones(2).to_sparse()
 
-        def interrupted(group: Calls, *args: object) -> object:
+        def interrupted(group: Calls, *args: object, **named: object) -> object:
             if len(numbers) == 1:
                 numbers.append(0)
                 raise KeyboardInterrupt
             numbers.append(0)
-            return begin(group, *args)
+            return begin(group, *args, **named)
 
-        if self.rank == 0:
-            with mock.patch.object(Calls, "_begin", interrupted):
-                self.assertRaises(KeyboardInterrupt, dist.all_reduce, x.clone())
-        else:
-            dist.all_reduce(x.clone())
+        def just_after(count: int) -> mock.Mock:
+            submit, calls = _engine.quick.hvd_submit, []
+
+            def hvd_submit(*args: int) -> int:
+                calls.append(submit(*args))
+                if len(calls) == count:
+                    raise KeyboardInterrupt
+                return calls[-1]
+
+            return mock.Mock(hvd_submit=hvd_submit)
+
+        for patch in (
+            mock.patch.object(Calls, "_begin", interrupted),
+            mock.patch.object(_engine.engine, "_submitting", just_after(1)),
+            mock.patch.object(_engine.engine, "_submitting", just_after(2)),
+        ):
+            if self.rank == 0:
+                with patch:
+                    self.assertRaises(KeyboardInterrupt, dist.all_reduce, x.clone())
+            else:
+                dist.all_reduce(x.clone())
         dist.all_reduce(x)
         self.equal(x.to_dense(), torch.full((2,), float(self.size)))
 

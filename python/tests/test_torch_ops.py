@@ -264,8 +264,8 @@ class Allreduce(RanksTest):
             self.equal(got.to_dense(), torch.zeros(5, 2))
 
     def test_interrupted_sparse(self) -> None:
-        """If a signal handler raises an exception between the two operations of a rank, its next call still meets those of
-        the other ranks.
+        """If a signal handler raises an exception between the two operations of a rank, or just after one of them, its next
+        call still meets those of the other ranks.
         """
         sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([[1.0, 2.0]]), (5, 2))
         begun = hvd.sparse_allreduce_async
@@ -276,11 +276,27 @@ class Allreduce(RanksTest):
                 raise ticks.pop()
             return operation(*args, **named)
 
-        if self.rank == 0:
-            with mock.patch.object(mpi_ops, "operation", interrupted):
-                self.assertRaises(KeyboardInterrupt, begun, sparse, None, hvd.Sum)
-        else:
-            begun(sparse, None, hvd.Sum)()
+        def just_after(count: int) -> mock.Mock:
+            submit, calls = _engine.quick.hvd_submit, []
+
+            def hvd_submit(*args: int) -> int:
+                calls.append(submit(*args))
+                if len(calls) == count:
+                    raise KeyboardInterrupt
+                return calls[-1]
+
+            return mock.Mock(hvd_submit=hvd_submit)
+
+        for patch in (
+            mock.patch.object(mpi_ops, "operation", interrupted),
+            mock.patch.object(_engine.engine, "_submitting", just_after(1)),
+            mock.patch.object(_engine.engine, "_submitting", just_after(2)),
+        ):
+            if self.rank == 0:
+                with patch:
+                    self.assertRaises(KeyboardInterrupt, begun, sparse, None, hvd.Sum)
+            else:
+                begun(sparse, None, hvd.Sum)()
         self.equal(begun(sparse, None, hvd.Sum)().to_dense()[0], torch.tensor([1.0, 2.0]) * self.size)
 
 

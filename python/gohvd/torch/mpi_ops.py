@@ -543,13 +543,16 @@ class SparseSum:
         indices = tensor._indices().transpose(0, 1).contiguous()
         self._rows = tensor._values().contiguous()
         self.indices = self.values = 0
+        of_indices: list[_engine.Slot] = []
+        of_values: list[_engine.Slot] = []
         try:
-            self.indices = allgather_async(indices, None if name is None else f"{name}.indices", process_set)
-            self.send_values()
+            name = None if name is None else f"{name}.indices"
+            self.indices = _handles.add(_call(_torch, operation(ALLGATHER), name, process_set, indices, used=of_indices))
+            self.send_values(of_values)
         except BaseException:
             # If it is the exception of a signal handler, the other ranks send both, and their values must not meet the next
             # operation of this rank.
-            if self.indices and not self.values:
+            if _engine.submitted(of_indices) and not _engine.submitted(of_values):
                 with contextlib.suppress(ValueError):
                     self.send_values()
             forget(self)
@@ -559,11 +562,11 @@ class SparseSum:
         """Returns the number of sparse dimensions of the tensor."""
         return self._tensor.sparse_dim()
 
-    def send_values(self) -> None:
-        """Begins the allgather of the values."""
+    def send_values(self, used: list[_engine.Slot] | None = None) -> None:
+        """Begins the allgather of the values. used is an argument of Engine.call."""
         how = operation(ALLGATHER, any_kind=self._or_dense)
         name = None if self._name is None else f"allreduce.{self._name}" if self._or_dense else f"{self._name}.values"
-        self.values = _handles.add(_call(_torch, how, name, self._process_set, self._rows))
+        self.values = _handles.add(_call(_torch, how, name, self._process_set, self._rows, used=used))
 
     def __call__(self) -> Tensor:
         try:

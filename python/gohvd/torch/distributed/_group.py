@@ -177,10 +177,11 @@ class Calls:
 
     def _begin(
         self, what: str, kind: int, source: Any, opts: Any, target: Any = None, reduce_op: int = _engine.Sum,
-        root: int = 0, splits: tuple[int, ...] = (),
+        root: int = 0, splits: tuple[int, ...] = (), used: list[_engine.Slot] | None = None,
     ) -> tuple[int, Call]:  # fmt: skip
         """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
-        and target are a tensor or Parts, or None for a barrier. A target that is a tensor is the source itself.
+        and target are a tensor or Parts, or None for a barrier. A target that is a tensor is the source itself. used is an
+        argument of Engine.call.
         """
         if self._why_invalid:
             self._check_valid(what)
@@ -189,10 +190,18 @@ class Calls:
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._free_name()
-            call = _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, outputs=outputs)
-            # If the call raises, the number is not used up: the call has failed before other ranks knew of it.
-            self._calls = number = self._calls + 1
-            self._last[slot] = weakref.ref(call)
+            number = self._calls + 1
+            used = [] if used is None else used
+            try:
+                call = _engine.engine.call(
+                    LISTS, how, self._names[slot], self._set, source, target, outputs=outputs, used=used
+                )
+                self._calls = number
+                self._last[slot] = weakref.ref(call)
+            except BaseException:
+                if _engine.submitted(used):  # otherwise the call has failed before other ranks knew of it
+                    self._calls = number
+                raise
         return number, call
 
     def _free_name(self) -> int:
@@ -292,13 +301,15 @@ class Calls:
         both = [mine.indices().t().contiguous(), mine.values().contiguous()]
         both = [dense([reduction(opts.reduceOp, rows)[1]], 1)[0] for rows in both]
         calls = []
+        used: tuple[list[_engine.Slot], list[_engine.Slot]] = [], []
         try:
-            for rows in both:
-                number, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
+            for rows, slots in zip(both, used):
+                parts = Parts((rows,), tuple(rows.shape))
+                number, call = self._begin("all_reduce", ALLGATHER, parts, opts, used=slots)
                 calls.append(call)
         except BaseException:
             # If it is the exception of a signal handler, the other ranks make both calls, so this one makes the second.
-            if calls and self._calls == number:
+            if _engine.submitted(used[0]) and not _engine.submitted(used[1]):
                 with contextlib.suppress(ValueError):
                     self._begin("all_reduce", ALLGATHER, Parts((both[1],), tuple(both[1].shape)), opts)
             raise
