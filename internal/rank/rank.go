@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -170,10 +169,21 @@ func (e *startTimeout) Unwrap() error { return context.DeadlineExceeded }
 func withStartTimeout(ctx context.Context, cfg *config.Config) (context.Context, context.CancelFunc) {
 	advice := fmt.Sprintf("Init must end within %v: raise HOROVOD_GLOO_TIMEOUT_SECONDS (hvdrun --start-timeout) if ranks start late",
 		cfg.StartTimeout)
-	if cores := runtime.NumCPU(); cfg.LocalSize > cores {
-		advice += fmt.Sprintf(", as they may with %d ranks on %d cores of this host", cfg.LocalSize, cores)
+	if cores := onlineCores(); cores > 0 && cfg.LocalSize > cores {
+		count := fmt.Sprintf("%d cores", cores)
+		if cores == 1 {
+			count = "1 core"
+		}
+		advice += fmt.Sprintf(", as they may with %d ranks on the %s of this host", cfg.LocalSize, count)
 	}
 	return context.WithTimeoutCause(ctx, cfg.StartTimeout, &startTimeout{advice})
+}
+
+// onlineCores returns the number of cores of the host, or 0 if it is unknown. runtime.NumCPU does not tell it,
+// because a launcher may have bound each rank to cores of its own.
+func onlineCores() int {
+	text, _ := os.ReadFile("/proc/stat")
+	return strings.Count(string(text), "\ncpu") // the first line is for all cores
 }
 
 // explainTimeout adds what to do to err if the time limit of Init has passed and err does not say so.

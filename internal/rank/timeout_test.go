@@ -16,7 +16,10 @@ import (
 // An error after the time limit of Init names the setting, once, and says if the host has more ranks than
 // cores.
 func TestStartTimeout(t *testing.T) {
-	cores := runtime.NumCPU()
+	cores := onlineCores()
+	if cores < runtime.NumCPU() {
+		t.Fatalf("the host has %d cores, and this process may run on %d", cores, runtime.NumCPU())
+	}
 	for _, ranks := range []int{config.Unset, cores, cores + 1} {
 		synctest.Test(t, func(t *testing.T) {
 			cfg := &config.Config{StartTimeout: 30 * time.Second, LocalSize: ranks}
@@ -26,7 +29,7 @@ func TestStartTimeout(t *testing.T) {
 			err := explainTimeout(ctx, fmt.Errorf("waiting for rank 1: %w", ctx.Err()))
 			want := "waiting for rank 1: context deadline exceeded: Init must end within 30s: raise HOROVOD_GLOO_TIMEOUT_SECONDS (hvdrun --start-timeout) if ranks start late"
 			if ranks > cores {
-				want += fmt.Sprintf(", as they may with %d ranks on %d cores of this host", ranks, cores)
+				want += fmt.Sprintf(", as they may with %d ranks on the %d cores of this host", ranks, cores)
 			}
 			if !errors.Is(err, context.DeadlineExceeded) || err.Error() != want {
 				t.Errorf("%d ranks: got %v, want %q", ranks, err, want)
