@@ -126,8 +126,8 @@ type Ready struct {
 	// Stop is set if nothing more will be granted. The caller must end all requests without a grant with the
 	// error of the shutdown.
 	Stop bool
-	// StopReason is the reason for the stop. It is empty if all ranks have asked for the stop. StopRanks are
-	// the ranks whose shutdown is the reason.
+	// StopReason is the reason for the stop. It is empty if the job stops only because this rank, or all
+	// ranks, have asked for that. StopRanks are the ranks whose shutdown is the reason.
 	StopReason string
 	StopRanks  []topo.Rank
 }
