@@ -75,7 +75,7 @@ func (e *Env) readAtMaster(ctx context.Context, master string) (text []byte, err
 		if err != nil {
 			err = fmt.Errorf("no connection to rank 0 at MASTER_ADDR and MASTER_PORT: %w", err)
 			if ended != nil {
-				err = fmt.Errorf("%w (after this: %w)", err, ended)
+				err = fmt.Errorf("%w (an earlier TCPStore there has ended: %w)", err, ended)
 			}
 			return nil, err
 		}

@@ -35,8 +35,8 @@ var ErrBuilding = errors.New("this process is not a rank of the elastic job yet:
 	"in it (hvd.elastic.run, hvd_elastic_join), and has no operations before")
 
 // errLeft is returned by Start if this process has left its elastic job for good.
-var errLeft = errors.New("this process has left the elastic job by Shutdown, and the job has not failed and its ranks have not " +
-	"changed, so it does not become a rank again: call Shutdown only after the last training (elastic.Run, hvd.elastic.run)")
+var errLeft = errors.New("this process has left the elastic job by Shutdown, so it does not become a rank again: call Shutdown " +
+	"only after the last training (elastic.Run, hvd.elastic.run)")
 
 // errSuperseded ends an attempt to join a generation of an elastic job when there is a later one.
 var errSuperseded = errors.New("the launcher has changed the ranks meanwhile")
@@ -158,7 +158,25 @@ func (m *Membership) EndTraining(ctx context.Context) error {
 }
 
 // GoOn tells that the training has ended in this generation only, so that a Start follows the Shutdown.
-func (m *Membership) GoOn() { m.goesOn = true }
+func (m *Membership) GoOn() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.goesOn = true
+}
+
+// endedShutdown records that a Shutdown has ended with err.
+func (m *Membership) endedShutdown(err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.left = err == nil && !m.goesOn
+}
+
+// hasLeft reports whether a Shutdown has left the job for good and there is no later roster.
+func (m *Membership) hasLeft() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.left && (m.newest == nil || m.newest.Generation <= m.joined)
+}
 
 // PastTrainings returns how many trainings have returned in this process.
 func (m *Membership) PastTrainings() int { return m.past }
@@ -308,7 +326,7 @@ func (r *Rank) startMember(ctx context.Context, cfg config.Config, o *Options) e
 	if err != nil {
 		return err
 	}
-	if m.left && m.Pending() == nil {
+	if m.hasLeft() {
 		return errLeft
 	}
 	if m.Generation() == 0 {
@@ -375,7 +393,9 @@ func (m *Membership) at(cfg config.Config, roster *elastic.Roster) config.Config
 // the state.
 func (m *Membership) begin(r *Rank, roster *elastic.Roster) {
 	m.ranked, m.async, m.synced = true, r.AsyncCompletion, nil
+	m.mu.Lock()
 	m.goesOn, m.left = false, false
+	m.mu.Unlock()
 	if roster.Generation > 1 {
 		begun, name := r.Engine.Observer().BeginSpan(), fmt.Sprintf("generation %d: %s", roster.Generation, roster.Reason)
 		m.synced = func() { r.Engine.Observer().EndSpan(trace.Range, name, begun) }

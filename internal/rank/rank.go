@@ -616,7 +616,7 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 		err = r.mpi.Leave(ctx)
 	}
 	if r.member != nil {
-		r.member.left = err == nil && !r.member.goesOn
+		r.member.endedShutdown(err)
 	}
 	if err != nil {
 		err = fmt.Errorf("hvd: shutdown: %w", err)
