@@ -533,8 +533,8 @@ func (m *Machine) usable() (slots []Slot) {
 	return slots
 }
 
-// lasting returns the number of slots at which a process runs or may be started at some time. A rank that is to
-// leave runs as long as the training needs it.
+// lasting returns the number of slots at which a process runs or may be started at some time. A rank that is
+// to leave runs as long as the training needs it.
 func (m *Machine) lasting() (n int) {
 	stays := make(map[Slot]bool)
 	for _, k := range m.members {

@@ -179,8 +179,8 @@ func withStartTimeout(ctx context.Context, cfg *config.Config) (context.Context,
 	return context.WithTimeoutCause(ctx, cfg.StartTimeout, &startTimeout{advice})
 }
 
-// onlineCores returns the number of cores of the host, or 0 if it is unknown. runtime.NumCPU does not tell it,
-// because a launcher may have bound each rank to cores of its own.
+// onlineCores returns the number of cores of the host, or 0 if it is unknown. runtime.NumCPU does not tell
+// it, because a launcher may have bound each rank to cores of its own.
 func onlineCores() int {
 	text, _ := os.ReadFile("/proc/stat")
 	return strings.Count(string(text), "\ncpu") // the first line is for all cores

@@ -346,8 +346,8 @@ func TestReasonOfADeclaredDeath(t *testing.T) {
 	testnet.WantError(t, server.lossOf(9), "worker 0 is gone: a test says so")
 }
 
-// TestDeclaredDeadAfterReturn checks that the scheduler goes on if the process that it declares dead has ended
-// meanwhile, and another one has taken its place.
+// TestDeclaredDeadAfterReturn checks that the scheduler goes on if the process that it declares dead has
+// ended meanwhile, and another one has taken its place.
 func TestDeclaredDeadAfterReturn(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	scheduler := nodes[SchedulerID]

@@ -33,9 +33,10 @@ func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
 	}
 }
 
-// declareDead ends the link with a process because of err. It tells the others, so that they know the reason
-// when the process ends its connections with them, and then the process, which may be alive, for example if it
-// was stopped. A process that has lost its peers before it learns that waits for it (link.confirm).
+// declareDead ends the link with a process because of err. It tells the others, so that they know the
+// reason when the process ends its connections with them, and then the process, which may be alive, for
+// example if it was stopped. A process that has lost its peers before it learns that waits for it
+// (link.confirm).
 func (s *scheduler) declareDead(l *link, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -51,8 +52,8 @@ func (s *scheduler) declareDead(l *link, err error) {
 	})
 }
 
-// tellOthers tells the other processes that p was declared dead because of err, and returns the nodes of p. If
-// another process has its place already, there are none.
+// tellOthers tells the other processes that p was declared dead because of err, and returns the nodes of p.
+// If another process has its place already, there are none.
 func (s *scheduler) tellOthers(p Process, err error) []*pspb.Node {
 	s.telling.Lock()
 	defer s.telling.Unlock()
