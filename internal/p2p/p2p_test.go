@@ -639,32 +639,45 @@ func (j *job) quit(from, at topo.Rank) {
 	}
 }
 
-// failing is memory whose first segment cannot be made.
+// failing is memory that fails once: either Find does not find the message, or the segment cannot be made.
 type failing struct {
 	shm.Sharer
-	failed bool
+	find, share bool // whether the next call of Find or Share fails
+}
+
+// Find implements transport.Memory.
+func (f *failing) Find(b []byte) (arena.Ref, bool) {
+	if f.find {
+		f.find = false
+		return arena.Ref{}, false
+	}
+	return f.Sharer.Find(b)
 }
 
 // Share implements transport.Memory.
 func (f *failing) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error) {
-	if !f.failed {
-		f.failed = true
+	if f.share {
+		f.share = false
 		return nil, errors.New("too many open files")
 	}
 	return f.Sharer.Share(id, numBytes, peers)
 }
 
-// A message goes over the channel if this rank cannot make the segment for messages in its memory.
+// A message goes over the channel if it is in a chunk that this rank could not share, or if this rank cannot
+// make the segment for messages in its memory.
 func TestShareFails(t *testing.T) {
-	meshes := sharedMeshes(t, 2)
-	meshes[0] = &failing{Sharer: meshes[0].(shm.Sharer)}
-	j := newJob(t, meshes)
-	for i, shared := range []bool{false, true} {
-		message := payload(uint64(i), 1<<20)
-		sent, received := j.send(0, 1, 1, message), j.receive(1, 0, 1, len(message))
-		received.want(t, 0, message)
-		if err := sent.wait(t); err != nil || received.Shared() != shared {
-			t.Errorf("message %d: got error %v, shared %t, want %t", i, err, received.Shared(), shared)
+	for _, find := range []bool{false, true} {
+		meshes := sharedMeshes(t, 2)
+		meshes[0] = &failing{meshes[0].(shm.Sharer), find, !find}
+		j := newJob(t, meshes)
+		for i, shared := range []bool{false, true} {
+			message := payload(uint64(i), 1<<20)
+			sent, received := j.send(0, 1, 1, message), j.receive(1, 0, 1, len(message))
+			received.want(t, 0, message)
+			if err := sent.wait(t); err != nil || received.Shared() != shared {
+				t.Errorf("Find fails %t: message %d: got error %v, shared %t, want %t", find, i, err,
+					received.Shared(), shared)
+			}
 		}
 	}
 }
