@@ -343,11 +343,16 @@ func (e *Engine) coordinatorReady() {
 }
 
 // blame returns the ranks to suspect after an error during execution, and the reason. The suspect is the peer
-// whose connection failed, unless it failed because this rank lacks a resource. If the backend cannot tell
-// which rank failed, all ranks of the operation are suspects. Otherwise the suspect is this rank.
+// whose connection failed. If the connection failed because this rank lacks memory or descriptors, this rank
+// is the suspect. If the backend cannot tell which rank failed, all ranks of the operation are suspects.
+// Otherwise the suspect is this rank.
 func blame(err error, self topo.Rank) ([]topo.Rank, string) {
-	if p, ok := errors.AsType[*transport.PeerError](err); ok && (p.Peer == self || !dial.LacksResource(err)) {
-		return []topo.Rank{p.Peer}, control.Cause(err).Error()
+	if p, ok := errors.AsType[*transport.PeerError](err); ok {
+		suspect := p.Peer
+		if dial.LacksResource(err) {
+			suspect = self
+		}
+		return []topo.Rank{suspect}, dial.ExplainLimit(control.Cause(err)).Error()
 	}
 	if u, ok := errors.AsType[*ops.UnknownRankError](err); ok {
 		return u.Ranks, err.Error()
