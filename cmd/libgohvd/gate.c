@@ -63,11 +63,13 @@ static void unblock_after_fork(void) {
 
 char gohvd_poller[64];
 
+// close_sockets closes, in a child, the sockets that an epoll instance contains, and those in epoll instances nested in
+// it, up to `nested` levels deep. Otherwise other ranks would not notice the death of the parent while the child lives.
+// `poller` is the instance's file in /proc/self/fdinfo, which has one line for each descriptor.
 static void close_sockets(const char *poller, int nested);
 
-// close_one closes the socket that a line of a file of close_sockets names by its descriptor and its inode. The parent
-// may have another one with this descriptor by now, so the inode must be the same. If the line names an epoll instance
-// instead, close_one closes the sockets there.
+// close_one handles one such line: it closes a socket, or calls close_sockets for a nested instance. It does nothing if
+// the inode in the line is not that of the descriptor, because then the descriptor is another file by now.
 static void close_one(const char *line, int nested) {
 	const char *inode = strstr(line, "ino:");
 	struct stat s;
@@ -86,11 +88,8 @@ static void close_one(const char *line, int nested) {
 	}
 }
 
-// close_sockets closes the sockets of this library in a child. Otherwise other ranks would not notice the death of the
-// parent while the child lives. The kernel lists them in the file poller, and those in epoll instances that are nested
-// in that of the file in the files of these.
 static void close_sockets(const char *poller, int nested) {
-	char buffer[4096];
+	char buffer[1024];
 	size_t have = 0;
 	ssize_t n;
 	int f = open(poller, O_RDONLY | O_CLOEXEC);

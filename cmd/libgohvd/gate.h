@@ -21,10 +21,9 @@ enum {
  * maybe after the packages of Go were initialized. */
 extern char *gohvd_path;
 
-/* The file in which the kernel lists the descriptors of which the poller of the Go runtime learns events. The control
- * connections of a rank are among them, whose end tells the other ranks of a death, or in epoll instances that are among
- * them, if the library polls the connections itself. The socket to a sidecar, which watches the process, is not. It is an
- * empty text if the file is not known. */
+/* The fdinfo file of the Go runtime's epoll instance. It lists the control connections, or nested epoll instances that
+ * contain them. The socket to a sidecar is in neither, but the sidecar watches the process. gohvd_poller is an empty text
+ * if the file is not known. */
 extern char gohvd_poller[64];
 
 /* gohvd_restore_limit undoes the change of the Go runtime to the limit of open files. */
