@@ -121,7 +121,7 @@ func (s *Session) Fail(err error) error {
 	if memory, ok := errors.AsType[*memoryError](err); ok {
 		return s.joined.Fail(err, memory.ranks...)
 	}
-	if peer, ok := errors.AsType[*transport.PeerError](err); ok && !dial.IsExhausted(err) {
+	if peer, ok := errors.AsType[*transport.PeerError](err); ok && !dial.LacksResource(err) {
 		return s.joined.Fail(err, s.rank, peer.Peer)
 	}
 	if dial.MayRecover(err) || errors.Is(err, context.Canceled) {

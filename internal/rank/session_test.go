@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -265,6 +266,20 @@ func TestShare(t *testing.T) {
 }
 
 var _ transport.Mesh = (*sharer)(nil)
+
+// A rank whose connection fails because it lacks memory blames only itself.
+func TestFail(t *testing.T) {
+	sessions, errs := open(t, []string{"a", "b"}, nil)
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	_ = sessions[1].Fail(&transport.PeerError{Peer: 0, Err: syscall.ENOBUFS})
+	err := sessions[0].Ready(testnet.Context(t))
+	failed, ok := errors.AsType[*rendezvous.FailedError](err)
+	if !ok || !slices.Equal(failed.Ranks, []topo.Rank{1}) {
+		t.Errorf("got %v, want that rank 1 failed", err)
+	}
+}
 
 // If a rank on one host cannot share memory, the ranks on another host still share memory.
 func TestOneHostLacksMemory(t *testing.T) {
