@@ -27,8 +27,8 @@ type Memory interface {
 	// that Share has returned.
 	Peer(ctx context.Context, lane Lane, rank topo.Rank) ([]byte, error)
 
-	// Find returns the place of b in the arenas of this process if its peers can get the chunk by Arena.
-	// Otherwise it returns false, also if b is in a chunk that this rank could not share.
+	// Find returns the place of b in the arenas of this process. It returns false for memory outside of
+	// arenas and in a chunk that this rank could not share.
 	Find(b []byte) (arena.Ref, bool)
 
 	// Arena returns a chunk of package arena in the process of the given rank, mapped read-only. id is the ID

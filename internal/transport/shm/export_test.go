@@ -26,15 +26,6 @@ func (m *Mesh) PutFrom(from, to topo.Rank, kind, id uint32, size uint64, fds ...
 	m.peer(to).outbox.put(msg)
 }
 
-// Flood queues n messages to the leader, which passes them on to no rank.
-func (m *Mesh) Flood(n int) {
-	none := newRankSet(len(m.group))
-	none.add(m.index)
-	for range n {
-		m.linked[0].outbox.put(message{kind: dropMessage, from: uint32(m.index), to: none})
-	}
-}
-
 // Queued returns the number of messages that wait to be sent to another rank.
 func (m *Mesh) Queued(to topo.Rank) int {
 	o := &m.peer(to).outbox

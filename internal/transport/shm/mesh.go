@@ -44,7 +44,7 @@ type Mesh struct {
 	waker    *waker
 	wg       sync.WaitGroup
 	unwatch  func() // makes package arena stop calling offer and withdraw
-	// unshareable has the IDs of the arena chunks that this rank could not share. It is nil if there are
+	// unshareable has the IDs of the arena chunks that this rank could not share. It is nil if there has been
 	// none. Nothing changes a map in place: a changed copy replaces it while package arena holds its lock.
 	unshareable atomic.Pointer[map[uint32]bool]
 

@@ -289,7 +289,7 @@ func (m *Mesh) offer(c arena.Chunk) {
 		f, err = duplicate(c.Segment.FD())
 	}
 	if err != nil {
-		m.log.Warn(fmt.Sprintf("shm: cannot share arena chunk %d, so other ranks get copies of its tensors: %v",
+		m.log.Warn(fmt.Sprintf("shm: cannot share arena chunk %d, so other ranks get copies of its tensors until the ranks connect again: %v",
 			c.ID, dial.ExplainLimit(err)))
 		ids := map[uint32]bool{c.ID: true}
 		if old := m.unshareable.Load(); old != nil {

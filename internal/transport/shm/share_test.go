@@ -298,23 +298,6 @@ func mustAlloc(t *testing.T, n int) []byte {
 	return b
 }
 
-// TestAllocDoesNotWait checks that Alloc does not wait if a peer does not read. When the socket is full,
-// messages about new chunks must be queued.
-func TestAllocDoesNotWait(t *testing.T) {
-	meshes := onOneHost(t, shm.Config{}, 2)
-	// This test cannot stop the receiving goroutine of a peer. So it sends more messages than fit in the
-	// socket.
-	shm.Inner(meshes[1]).Flood(20_000)
-	b := mustAlloc(t, 65<<20)
-	at, _ := arena.Find(b)
-	if _, err := meshes[0].Arena(t.Context(), 1, at.Chunk); err != nil {
-		t.Error(err)
-	}
-	if err := arena.Free(b); err != nil {
-		t.Error(err)
-	}
-}
-
 // TestOwnerLacksDescriptors makes an arena chunk while the process has no descriptor left to share it. Find
 // must not find tensors in this chunk, so that no peer waits for it. Later chunks must be shared.
 func TestOwnerLacksDescriptors(t *testing.T) {
