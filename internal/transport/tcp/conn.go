@@ -141,12 +141,17 @@ func (c *conn) readRecords(p []byte) (n int, err error) {
 
 // leaveRuntimePoller takes the socket out of the runtime's poller, because a goroutine polls it now. This
 // changes the descriptor of the socket. So leaveRuntimePoller first removes the channel from c.poll, and adds
-// it again afterwards.
+// it again afterwards. If this process has no free descriptor, it changes nothing, because the socket works
+// in the runtime's poller too: arriving data only wakes a thread.
 func (c *conn) leaveRuntimePoller() {
+	fd, err := c.sock.now(func(fd int, _ []byte) (int, error) { return duplicate(fd) }, nil)
+	if err != nil {
+		return
+	}
 	if c.poll != nil {
 		c.poll.remove(c)
 	}
-	err := c.sock.leave()
+	err = c.sock.leave(fd)
 	if c.poll != nil {
 		err = errors.Join(err, c.poll.add(c))
 	}

@@ -64,7 +64,7 @@ func newSocket(nc net.Conn) (*socket, error) {
 		if s.fd >= 0 {
 			err = errors.Join(err, unix.Close(s.fd))
 		}
-		return nil, fmt.Errorf("tcp: set up a connection: %w", err)
+		return nil, fmt.Errorf("set up a connection: %w", err)
 	}
 	s.reader.try = func(fd uintptr) bool {
 		s.reader.n, s.reader.err = readNow(int(fd), s.reader.p)
@@ -226,18 +226,13 @@ func (s *socket) enter() (syscall.RawConn, error) {
 	return s.raw, nil
 }
 
-// leave takes the socket out of the runtime's poller, unless a call waits there. This changes the descriptor
-// of the socket. If this process has no free descriptor, leave does nothing, because the socket works there
-// too: arriving data only wakes a thread.
-func (s *socket) leave() error {
+// leave takes the socket out of the runtime's poller, unless a call waits there or the socket is closed. From
+// then on the socket uses fd, a duplicate of its descriptor. Otherwise leave closes fd.
+func (s *socket) leave(fd int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || s.raw == nil || s.waiters.Load() > 0 {
-		return nil
-	}
-	fd, err := duplicate(s.fd)
-	if err != nil {
-		return nil
+		return unix.Close(fd)
 	}
 	file := s.file
 	s.fd, s.file, s.raw = fd, nil, nil
@@ -245,8 +240,8 @@ func (s *socket) leave() error {
 	return file.Close()
 }
 
-// canLeave reports whether leave would have an effect: the socket is in the runtime's poller and no call
-// waits for it.
+// canLeave reports whether the socket is in the runtime's poller and no call waits there. Then leave would
+// take it out.
 func (s *socket) canLeave() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
 
 // Close implements net.Conn.

@@ -54,7 +54,8 @@ type Config struct {
 	// HandshakeTimeout is the time limit for the handshake of an accepted connection. If Connect has not been
 	// called yet, the handshake waits for this call. The default is 10 s. All ranks should use the same
 	// value. The dialer allows twice this time, so that it does not give up a connection that the other side
-	// has just accepted.
+	// has just accepted, unless the other side's process did not run for long. That side then refuses the
+	// closed connection.
 	HandshakeTimeout time.Duration
 	// LingerTimeout limits how long a connection of a released lane waits for the peer to release the lane
 	// too. The default is 30 s. Bytes that this rank had sent arrive even after the timeout, unless the peer
