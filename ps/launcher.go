@@ -53,8 +53,6 @@ func (p *postoffice) dialLauncher(ctx context.Context, own map[string]string) er
 			return nil
 		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, set.StartTimeout)
-	defer cancel()
 	addr := net.JoinHostPort(set.RendezvousAddr, strconv.Itoa(set.RendezvousPort))
 	kv, err := kvstore.Dial(ctx, addr, kvstore.Config{Secret: p.cfg.Secret, Log: p.log})
 	if err != nil {

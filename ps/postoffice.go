@@ -133,10 +133,12 @@ func start(ctx context.Context, conf Config) (started *postoffice, err error) {
 // connect connects this process with the other nodes of the job. If it meets the scheduler of an earlier job,
 // which is about to end, or has got the secret from it, it tries again. own has the settings of the program.
 func (p *postoffice) connect(ctx context.Context, own map[string]string) error {
-	given, began := p.cfg.Secret, time.Now()
+	ctx, cancel := p.cfg.LimitStart(ctx)
+	defer cancel()
+	given := p.cfg.Secret
+	var wrong secret.Secret // the last one that the scheduler has refused
 	var wait dial.Backoff
 	for {
-		asked := p.cfg.Secret
 		p.cfg.Secret = given
 		if err := p.shareSecret(ctx); err != nil {
 			return err
@@ -150,12 +152,16 @@ func (p *postoffice) connect(ctx context.Context, own map[string]string) error {
 			return nil
 		}
 		p.closeLauncher()
-		old := errors.Is(err, van.ErrOver) ||
-			errors.Is(err, secret.ErrWrong) && given.IsZero() && !asked.Equal(p.cfg.Secret)
-		if !old || ctx.Err() != nil || time.Since(began) > p.cfg.StartTimeout {
+		switch {
+		case errors.Is(err, van.ErrOver):
+		case errors.Is(err, secret.ErrWrong) && given.IsZero() && !wrong.Equal(p.cfg.Secret):
+			wrong = p.cfg.Secret
+		default:
 			return err
 		}
-		dial.Pause(ctx, wait.Next(), nil)
+		if dial.Pause(ctx, wait.Next(), nil); ctx.Err() != nil {
+			return err
+		}
 	}
 }
 
@@ -239,8 +245,6 @@ func (p *postoffice) shareSecret(ctx context.Context) (err error) {
 		cfg.Secret, text = secret.New()
 		p.stopOffer, err = bootstrap.OfferSecret(cfg.Root, text, p.log)
 	default:
-		ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
-		defer cancel()
 		cfg.Secret, err = bootstrap.AskSecret(ctx, cfg.Root)
 	}
 	if err != nil {
@@ -465,6 +469,7 @@ func (p *postoffice) Fail(reason string) {
 	left := make(chan struct{})
 	go func() { // Close waits for it
 		defer close(left)
+		p.freeAddress()
 		p.van.Fail(ctx, cmp.Or(reason, "it has failed"))
 		_ = p.Close()
 	}()
@@ -484,8 +489,8 @@ func (p *postoffice) stop() {
 	for _, c := range customers {
 		c.closeReplicas()
 	}
+	p.freeAddress()
 	p.van.Stop(ctx)
-	p.closeOffer() // now, because a process that joins the next job needs the secret of that
 	p.mu.Lock()
 	customers = p.list()
 	for _, h := range p.held {
@@ -518,6 +523,13 @@ func (p *postoffice) awaitDump(ctx context.Context) {
 		case <-ctx.Done():
 		}
 	}
+}
+
+// freeAddress makes room for the scheduler of the next job while this one leaves. A process that connects with
+// that one must not get this job's secret.
+func (p *postoffice) freeAddress() {
+	p.van.StopListening() // first: at a scheduler that listens and offers no secret, processes give up
+	p.closeOffer()
 }
 
 // closeOffer stops offering the secret to other nodes. Further calls do nothing.

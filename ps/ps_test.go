@@ -20,6 +20,7 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
@@ -233,42 +234,63 @@ func TestRestart(t *testing.T) {
 	}
 }
 
-// TestJoinAgain starts two jobs one after the other at the same address. A worker joins the second one while
-// the scheduler still waits for a server of the first one to leave.
+// TestJoinAgain starts two jobs one after the other at the same address. The scheduler and a worker join the
+// second one while the scheduler of the first one still waits for a server to leave.
 func TestJoinAgain(t *testing.T) {
 	for _, text := range []string{"", strings.Repeat("secret", 6)} {
-		again := make(chan struct{})
-		hold := func(from, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
-			if from.ID == van.ServerID(0) && m.Header.Control.GetCommand() == pspb.Command_TERMINATE {
-				<-again
-				time.Sleep(300 * time.Millisecond)
+		ctx, cancel := context.WithCancel(testnet.Context(t)) // ends if a node fails
+		log, entries := testnet.Logs()
+		barriers := 0 // the second one is that of Finalize
+		hold := func(_, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
+			barrier := m.Header.Control.GetCommand() == pspb.Command_BARRIER
+			if barrier {
+				barriers++
+			}
+			for barrier && barriers == 2 && ctx.Err() == nil && !testnet.Logged(entries, "registered, waiting") {
+				dial.Pause(ctx, time.Millisecond, nil)
 			}
 			return deliver(m)
 		}
-		port := strconv.Itoa(testnet.FreePort(t))
+		settings := map[string]string{"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2",
+			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)),
+			"HVD_SECRET": text, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_VERBOSE": "1"}
+		part := func(role string, job int, c Config) {
+			c.Logger = cmp.Or(c.Logger, discard)
+			c.Settings = maps.Clone(settings)
+			c.Settings["DMLC_ROLE"] = role
+			po, err := Join(ctx, c)
+			for role == "scheduler" && err != nil && ctx.Err() == nil && strings.Contains(err.Error(), "in use") {
+				dial.Pause(ctx, 10*time.Millisecond, nil)
+				po, err = Join(ctx, c)
+			}
+			if err == nil {
+				err = po.Finalize(ctx)
+			}
+			if err != nil {
+				t.Errorf("secret %q: %s of job %d: %v", text, role, job, err)
+				cancel()
+			}
+		}
+		left := make(chan struct{})
 		var wg sync.WaitGroup
-		for i, role := range []string{"scheduler", "server", "worker", "worker"} {
+		wg.Go(func() { part("scheduler", 0, Config{}) })
+		wg.Go(func() {
+			<-left
+			part("scheduler", 1, Config{})
+		})
+		for role, c := range map[string]Config{"server": {faults: hold}, "worker": {}} {
 			wg.Go(func() {
-				for job := range 2 {
-					c := Config{Logger: discard, Settings: map[string]string{"DMLC_ROLE": role,
-						"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2", "DMLC_PS_ROOT_URI": "127.0.0.1",
-						"DMLC_PS_ROOT_PORT": port, "HVD_SECRET": text, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}}
-					if job == 0 && i == 0 {
-						c.faults = hold
-					}
-					po, err := Join(testnet.Context(t), c)
-					if err != nil {
-						t.Errorf("secret %q: %s joins job %d: %v", text, role, job, err)
-						return
-					}
-					noError(t, po.Finalize(testnet.Context(t)))
-					if job == 0 && i == 2 {
-						close(again)
-					}
-				}
+				part(role, 0, c)
+				part(role, 1, Config{})
 			})
 		}
+		wg.Go(func() {
+			part("worker", 0, Config{})
+			close(left)
+			part("worker", 1, Config{Logger: logs.ToSlog(log)})
+		})
 		wg.Wait()
+		cancel()
 	}
 }
 

@@ -1,6 +1,8 @@
 package van
 
 import (
+	"context"
+	"fmt"
 	"time"
 
 	"go.uber.org/zap"
@@ -55,6 +57,12 @@ type Config struct {
 	// Faults injects faults, for tests. For each message from a node it calls deliver any number of times. It
 	// is called by one goroutine for each pair of processes.
 	Faults func(from, to Process, m *Message, deliver func(*Message) error) error
+}
+
+// LimitStart returns a context that ends when StartTimeout has passed.
+func (c *Config) LimitStart(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, c.StartTimeout,
+		fmt.Errorf("the time limit of %v has passed", c.StartTimeout))
 }
 
 // shares reports whether a process may share memory with others.

@@ -40,7 +40,8 @@ func (e *LimitError) Error() string { return e.text }
 var ErrLeft = errors.New("it has left the job")
 
 // ErrOver is the error of a registration with a scheduler whose job has ended.
-var ErrOver = errors.New("the scheduler there leaves its job")
+var ErrOver = errors.New("the scheduler at this address belongs to a job that has ended: no new scheduler " +
+	"has started")
 
 // errReplaced is the reason why a link has ended if another process has taken the place of the peer.
 var errReplaced = errors.New("its process has ended, and another one has taken its place")

@@ -35,7 +35,7 @@ type scheduler struct {
 	started   bool         // all nodes have registered and have ids
 	met       atomic.Bool  // a barrier of all nodes was complete
 	finishing atomic.Bool  // the scheduler leaves after a barrier of all nodes
-	over      atomic.Bool  // this barrier was complete
+	over      atomic.Bool  // the barrier after which the scheduler leaves is complete
 	err       error        // reason why the job does not start
 	barriers  map[int]map[int]entry
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may

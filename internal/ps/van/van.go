@@ -95,8 +95,7 @@ func New(cfg Config, h Handler) *Van {
 // with those that it needs. It takes at most Config.StartTimeout. If it fails, Stop need not be called.
 func (v *Van) Start(ctx context.Context) error {
 	dial.NeedDescriptors(1 + v.cfg.NumServers + v.cfg.NumWorkers)
-	ctx, cancel := context.WithTimeoutCause(ctx, v.cfg.StartTimeout,
-		fmt.Errorf("the time limit of %v has passed", v.cfg.StartTimeout))
+	ctx, cancel := v.cfg.LimitStart(ctx)
 	defer cancel()
 	if v.cfg.shares() && v.cfg.Role != Scheduler {
 		v.unwatch = arena.Watch(v.chunks.added, v.chunkRemoved)
@@ -350,6 +349,14 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 // ended.
 func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
 
+// StopListening makes a scheduler that is about to leave refuse further connections, so that the next one can
+// listen at its address. A process that joins the next job waits for that one. At other nodes it does nothing.
+func (v *Van) StopListening() {
+	if v.sched != nil {
+		v.endpoint.accepts.StopListening()
+	}
+}
+
 // Finish says that this process will leave the job after a barrier of all nodes that it enters next. Once
 // that is complete, the scheduler gives no process a place in the job.
 func (v *Van) Finish() {
@@ -377,10 +384,7 @@ func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
 		return
 	}
 	v.calls.refuse()
-	if v.sched != nil {
-		// A process that joins the next job at this address waits for the next scheduler.
-		v.endpoint.accepts.StopListening()
-	}
+	v.StopListening()
 	var wg sync.WaitGroup
 	for id, l := range *v.links.Load() {
 		if id == l.peer && l.conn != nil {
