@@ -88,8 +88,10 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 	}
 	for began, late := v.timing.now(), false; ; {
 		v.members.mu.Lock()
-		nodes, change := s.takePlace(hello, late), v.members.change
-		over := v.members.leaving || s.over.Load()
+		over, change := v.members.leaving || s.over.Load(), v.members.change
+		if !over {
+			nodes = s.takePlace(hello, late)
+		}
 		v.members.mu.Unlock()
 		switch {
 		case over:
