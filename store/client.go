@@ -30,9 +30,9 @@ const (
 // of their requests, so that a waiting call does not delay other calls.
 //
 // If the connection breaks, or the server is silent for 20 s, the Client does not work any more: pending and
-// later calls return the reason, and it is unknown whether the server has made a pending change. Time in
-// which this process is stopped does not count. The Client does not reconnect, because a restarted server has
-// lost all values.
+// later calls return the reason, and it is unknown whether the server has made a pending change. A single
+// stop of this process while it waits for a frame does not end the connection. The Client does not reconnect,
+// because a restarted server has lost all values.
 type Client struct {
 	addr string
 	conn net.Conn
@@ -341,8 +341,8 @@ func (s *Client) read(silence time.Duration) {
 // awaitFrame waits for the next frame. It returns an error if the peer is silent for the time silence. After
 // that, the rest of the frame has the same time to arrive.
 //
-// It waits in two halves, each of which is long enough for a peer that pings or answers pings. If this
-// process is stopped or its host sleeps meanwhile, only one of them ends early.
+// It waits in two halves, each of which is long enough for a peer that pings or answers pings. A single stop
+// of this process while it waits for a frame does not end the connection: only one of them ends early.
 func awaitFrame(conn net.Conn, in *bufio.Reader, silence time.Duration) error {
 	for half := 0; in.Buffered() == 0; half++ {
 		conn.SetReadDeadline(time.Now().Add(silence / 2))

@@ -33,8 +33,9 @@ const (
 //
 // If a client violates the protocol, the server closes its connection and logs the reason. Other clients are
 // not affected. The server also closes the connection of a client that does not read its replies for 10 s, or
-// sends nothing for a minute (clients ping every 5 s). Time in which the server's process is stopped does not
-// count. When a connection ends, the server drops the client's waiting calls.
+// sends nothing for a minute (clients ping every 5 s). A single stop of the server's process while it waits
+// for a frame does not end the connection. When a connection ends, the server drops the client's waiting
+// calls.
 type Server struct {
 	store          *HashStore
 	cfg            Config

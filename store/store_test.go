@@ -420,12 +420,13 @@ func TestStopped(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { _ = cmd.Process.Kill() }) // has no effect after Wait
 	lines := bufio.NewReader(out)
 	if _, err := lines.ReadString('\n'); err != nil {
 		t.Error(err)
 	}
 	err = cmd.Process.Signal(syscall.SIGSTOP)
-	time.Sleep(2 * time.Second)
+	time.Sleep(5 * time.Second)
 	if err := errors.Join(err, cmd.Process.Signal(syscall.SIGCONT), in.Close()); err != nil {
 		t.Error(err)
 	}
@@ -438,7 +439,7 @@ func TestStopped(t *testing.T) {
 // callWhenContinued is the process that TestStopped stops. It has a client, a call of which waits meanwhile,
 // and its server.
 func callWhenContinued(t *testing.T) {
-	const silence = time.Second
+	const silence = 4 * time.Second
 	server, hash := serveStore(t, Config{silence: silence})
 	ctx := testnet.Context(t)
 	client, err := connect(ctx, server.Addr(), Config{}, 50*time.Millisecond, silence)

@@ -56,7 +56,11 @@ func TestCallsDuringExchange(t *testing.T) {
 	n := nodeOf(&fullNode{room: []chan struct{}{make(chan struct{})}}, 10)
 	l.node.Store(n)
 	var exchange sync.WaitGroup
-	exchange.Go(func() { must(t, l, begin(t, l, 0)) })
+	exchange.Go(func() {
+		if err := l.Wait(begin(t, l, 0), Forever, nil); err != nil {
+			t.Error(err)
+		}
+	})
 	testnet.Eventually(t, "the request begins", func() bool { return len(n.taking) == 1 })
 	made := make(chan Handle)
 	go func() {
@@ -93,8 +97,11 @@ func TestExchangeWaitsForRoom(t *testing.T) {
 	other.Go(func() {
 		runtime.LockOSThread()
 		close(n.room[1])
-		must(t, l, begin(t, l, 1))
-		must(t, l, l.Barrier(4))
+		for _, h := range []Handle{begin(t, l, 1), l.Barrier(4)} {
+			if err := l.Wait(h, Forever, nil); err != nil {
+				t.Error(err)
+			}
+		}
 	})
 	other.Wait()
 	for _, begun := range []func() Handle{l.Clock, func() Handle { return l.Barrier(4) },

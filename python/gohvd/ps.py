@@ -108,8 +108,8 @@ class Request:
 
     def wait(self) -> Any:
         """Waits until the request has completed. Returns the pulled values: ``out``, or a new numpy array. A push
-        returns None. The first call writes to ``out``. Raises the error of the request. If a signal handler ends the wait with an exception, it can be called
-        again.
+        returns None. Only the first call writes to ``out``. Raises the error of the request. If a signal handler ends
+        the wait with an exception, wait can be called again.
         """
         with self._lock:
             while self._handle:
