@@ -120,9 +120,7 @@ func NewKVServer[T Value](n *Node, handler Handler[T], opts ...AppOption) (*KVSe
 	}
 	if err == nil {
 		a.c.gone = func() { s.old.Store(true) }
-		if err = a.register(s.handle); err != nil {
-			s.discardReplicas()
-		}
+		err = a.register(s.handle)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("ps: new KVServer of app %d: %w", o.app, err)
@@ -136,6 +134,9 @@ func (s *KVServer[T]) replicate() error {
 	po := s.c.po
 	if po.set.PS.Replicas == 0 {
 		return nil
+	}
+	if err := po.checkNew(s.c.key); err != nil {
+		return err // before the replicas change anything
 	}
 	b, ok := s.handler.(*builtIn[T])
 	if !ok {
@@ -153,16 +154,6 @@ func (s *KVServer[T]) replicate() error {
 		s.replicas[home], s.c.replicas[int32(home+1)] = r, r
 	}
 	return nil
-}
-
-// discardReplicas undoes what replicate does.
-func (s *KVServer[T]) discardReplicas() {
-	for _, r := range s.replicas {
-		r.discard()
-	}
-	if b, ok := s.handler.(*builtIn[T]); ok {
-		b.used.Store(false)
-	}
 }
 
 // forgetWorkers drops what concerns workers that have gone, and reports whether from is one of them. A

@@ -605,19 +605,33 @@ func (p *postoffice) sendAnswer(to van.Process, m *van.Message) {
 	}
 }
 
+// checkNew returns an error if this node can have no further customer with the given key.
+func (p *postoffice) checkNew(key customerKey) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.checkNewLocked(key)
+}
+
+// checkNewLocked does what checkNew does. The caller holds mu.
+func (p *postoffice) checkNewLocked(key customerKey) error {
+	if p.finalized != nil {
+		return ErrFinalized
+	}
+	if p.customers[key] != nil {
+		return &UsageError{fmt.Errorf("app %d has a customer %d already", key.app, key.id)}
+	}
+	return nil
+}
+
 // addCustomer registers a customer and passes it the messages that wait for it.
 func (p *postoffice) addCustomer(c *customer) error {
 	// Messages that arrive from now on wait for handling, so they do not overtake those that wait already.
 	c.handling.Lock()
 	defer c.handling.Unlock()
 	p.mu.Lock()
-	if p.finalized != nil {
+	if err := p.checkNewLocked(c.key); err != nil {
 		p.mu.Unlock()
-		return ErrFinalized
-	}
-	if p.customers[c.key] != nil {
-		p.mu.Unlock()
-		return &UsageError{fmt.Errorf("app %d has a customer %d already", c.key.app, c.key.id)}
+		return err
 	}
 	p.customers[c.key] = c
 	var mine, others []held

@@ -268,6 +268,7 @@ func (r *replica) alone() {
 		r.in = nil
 	}
 	r.endOut()
+	r.measureLag()
 }
 
 // endOut ends the stream to the partner, and sends all answers that wait. The caller holds mu.
@@ -325,16 +326,6 @@ func (r *replica) close() {
 	r.hasRoom()
 }
 
-// discard ends a replica of a server that could not be made.
-func (r *replica) discard() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.closed = true
-	if r.role == joining {
-		r.po.joining[van.Rank(r.partner.ID)].Add(-1)
-	}
-}
-
 // release frees everything, when the van has stopped.
 func (r *replica) release() {
 	r.mu.Lock()
@@ -373,7 +364,8 @@ func (r *replica) evict(why error) {
 	}
 }
 
-// measureLag sets lastLag. The caller holds mu.
+// measureLag sets lastLag. It is called whenever role or out has changed, because addStats may find mu locked
+// each time. The caller holds mu.
 func (r *replica) measureLag() {
 	l := &lag{partner: r.partner.ID,
 		unreplicated: r.role == primary && (r.out == nil || !r.out.synced || r.out.applied < r.out.complete)}
@@ -564,6 +556,7 @@ func (r *replica) receive(from van.Process, m *van.Message) {
 		m.Release()
 		r.out = newOutStream(false)
 		r.transfer()
+		r.measureLag()
 	case kind == pspb.Replica_APPLIED:
 		number := h.Replica.Number
 		m.Release()
@@ -605,8 +598,10 @@ func (r *replica) acknowledged(number uint64) {
 		// The server whose range it is has everything, and takes it over. From now on this one is the backup.
 		r.role, r.in = backup, newInStream()
 		r.sendNext(r.makeMessage(&pspb.Replica{Kind: pspb.Replica_TAKE}))
+		r.measureLag()
 	case r.role == backup && o.applied == o.next:
 		r.out = nil
+		r.measureLag()
 	}
 }
 
@@ -695,11 +690,13 @@ func (r *replica) apply(m *van.Message) error {
 		}
 	case pspb.Replica_COMPLETE:
 		r.role, r.lost = backup, h.Replica.Lost
+		r.measureLag()
 		r.po.joining[van.Rank(r.partner.ID)].Add(-1)
 		r.po.log.Info("ps: this server has all values of a range", zap.Int("app", r.app),
 			zap.Int("range", r.home))
 	case pspb.Replica_TAKE:
 		r.role, r.in, r.out = primary, nil, newOutStream(true)
+		r.measureLag()
 	default:
 		return fmt.Errorf("malformed message: unknown kind %d", h.Replica.Kind)
 	}
