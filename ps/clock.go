@@ -15,6 +15,9 @@ import (
 // errEnded is the error of a push or pull after a call of Clock that has not returned nil.
 var errEnded = errors.New("the worker has ended its iteration: call Clock until it returns nil")
 
+// maxUntold is the maximum number of failed pushes of a worker that are logged when it leaves.
+const maxUntold = 16
+
 // workerClock counts the iterations that a worker of this process has ended, and its pushes and pulls in the
 // current one.
 type workerClock struct {
@@ -25,6 +28,7 @@ type workerClock struct {
 	pending int           // pushes and pulls that have not completed
 	idle    chan struct{} // closed when pending is 0; nil if no call waits
 	failed  error         // the first error of a push in this iteration
+	untold  []*Request    // pushes that have failed, unless Clock has returned an error since (reportPushes)
 }
 
 // beginRequest counts a push or pull, and returns the number of the current iteration.
@@ -39,12 +43,20 @@ func (c *workerClock) beginRequest() (int64, error) {
 }
 
 // endRequest records that a push or pull has completed.
-func (c *workerClock) endRequest(push bool, err error) {
+func (c *workerClock) endRequest(r *Request, push bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.pending--
 	if push && c.failed == nil {
 		c.failed = err
+	}
+	if push && err != nil && r.callback == nil && !r.told.Load() {
+		if len(c.untold) >= maxUntold {
+			c.untold = slices.DeleteFunc(c.untold, func(r *Request) bool { return r.told.Load() })
+		}
+		if len(c.untold) < maxUntold || errors.Is(err, ErrFinalized) {
+			c.untold = append(c.untold, r)
+		}
 	}
 	if c.pending == 0 && c.idle != nil {
 		close(c.idle)
@@ -115,7 +127,7 @@ func (c *workerClock) takeFailure() error {
 	err := c.failed
 	c.failed = nil
 	if err != nil {
-		c.ended = false
+		c.ended, c.untold = false, nil
 	}
 	return err
 }
@@ -184,17 +196,29 @@ func (p *postoffice) settle(ctx context.Context) {
 	}
 }
 
-// reportPushes logs a push of this process that has failed, unless Clock has returned the error. The program
-// may not have waited for it.
+// reportPushes logs the pushes of this process that have failed, if no Wait, Done, callback, Clock or returned
+// error has told the program. All requests have completed.
 func (p *postoffice) reportPushes() {
+	unanswered := 0
 	for i := range p.clocks {
 		c := &p.clocks[i]
 		c.mu.Lock()
-		err := c.takeFailure()
+		untold := c.untold
+		c.untold = nil
 		c.mu.Unlock()
-		if err != nil {
-			p.log.Warn("ps: a push has failed, and no call of Clock has said so", zap.Error(err))
+		for _, r := range untold {
+			switch {
+			case r.told.Load():
+			case errors.Is(r.err, ErrFinalized):
+				unanswered++
+			default:
+				p.log.Warn("ps: a push failed and the program did not wait for it", zap.Error(r.err))
+			}
 		}
+	}
+	if unanswered > 0 {
+		p.log.Warn("ps: this node has left before pushes were answered, and the program did not wait for them",
+			zap.Int("pushes", unanswered))
 	}
 }
 

@@ -175,20 +175,55 @@ func TestPushBeforeFinalize(t *testing.T) {
 	})
 }
 
-// TestFailedPushIsReported checks that a node logs a push that has failed if the program has not waited for
-// it.
+// TestFailedPushIsReported checks that a node that leaves logs a push that has failed only if the program has
+// not waited for it, and pushes that were not answered in one line.
 func TestFailedPushIsReported(t *testing.T) {
-	log, entries := testnet.Logs()
-	j := job{t: t, servers: 1, workers: 1, logger: logs.ToSlog(log)}
-	kv(j, Sum[int32], func(_ *Node, _ int, w *KVWorker[int32]) {
-		noError(t, w.Push(t.Context(), []uint64{1}, []int32{1}))
-		r, err := w.PushAsync(t.Context(), []uint64{1}, []int32{1, 2})
-		if noError(t, err); err == nil {
-			<-r.Done()
+	for _, waits := range []bool{false, true} {
+		log, entries := testnet.Logs()
+		left := make(chan struct{})
+		j := job{t: t, servers: 1, workers: 1, logger: logs.ToSlog(log), leave: true}
+		j.faults = func(from, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
+			if from.ID == van.WorkerID(0) && m.Header.Push && m.Header.Head == 7 {
+				m.Release()
+				return nil // never answered
+			}
+			return deliver(m)
 		}
-	})
-	if !testnet.Logged(entries, "a push has failed", "key 1 has 1 values here, got 2") {
-		t.Errorf("the log has only %v", entries.All())
+		j.run(func(n *Node) {
+			if n.Role() == Server {
+				_, err := NewKVServer(n, Sum[int32]())
+				noError(t, err)
+			}
+			if n.Role() != Worker {
+				<-left
+				return
+			}
+			defer close(left)
+			w, err := NewKVWorker[int32](n)
+			if noError(t, err); err != nil {
+				return
+			}
+			noError(t, w.Push(t.Context(), []uint64{1}, []int32{1}))
+			r, err := w.PushAsync(t.Context(), []uint64{1}, []int32{1, 2})
+			if noError(t, err); err != nil {
+				return
+			}
+			testnet.Eventually(t, "the push fails", r.over.Load)
+			if waits {
+				testnet.WantError(t, r.Wait(t.Context()), "key 1 has 1 values here, got 2")
+			}
+			for range 3 {
+				_, err := w.PushAsync(t.Context(), []uint64{1}, []int32{1}, Cmd(7))
+				noError(t, err)
+			}
+			n.Close()
+		})
+		if got := testnet.Logged(entries, "a push failed and", "key 1 has 1 values here, got 2"); got == waits {
+			t.Errorf("the program waits: %v, the failure is logged: %v", waits, got)
+		}
+		if !testnet.Logged(entries, "left before pushes were answered", "pushes:3") {
+			t.Errorf("the log has only %v", entries.All())
+		}
 	}
 }
 

@@ -71,6 +71,9 @@ type Request struct {
 	over atomic.Bool
 	done chan struct{}
 
+	// told says that the program knows whether the request has failed.
+	told atomic.Bool
+
 	// The following fields are guarded by c.mu until the request has completed.
 	parts    []part
 	answered int
@@ -156,6 +159,7 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 			p.m.Drop()
 		}
 		err = fmt.Errorf("ps: %s: %w", r.of, err)
+		r.told.Store(true)
 		r.of.completed(err)
 		return err
 	}
@@ -182,6 +186,7 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 			if failed && r.callback != nil {
 				return nil // the callback gets the error
 			}
+			r.told.Store(true)
 			c.complete(r, err)
 			return fmt.Errorf("ps: %s: %w", r.of, public(err))
 		}
@@ -628,6 +633,12 @@ func (r *Request) Timestamp() int64 { return r.timestamp }
 
 // Done returns a channel that is closed when the request has completed and its callback has returned.
 func (r *Request) Done() <-chan struct{} {
+	r.told.Store(true)
+	return r.completion()
+}
+
+// completion returns the channel that Done returns.
+func (r *Request) completion() <-chan struct{} {
 	r.c.po.van.Flush()
 	r.c.mu.Lock()
 	defer r.c.mu.Unlock()
@@ -645,21 +656,27 @@ func (r *Request) Done() <-chan struct{} {
 // callbacks of a customer are called one at a time.
 func (r *Request) Wait(ctx context.Context) error {
 	if r.over.Load() {
-		return r.err
+		return r.result()
 	}
-	done := r.Done()
+	done := r.completion()
 	if ctx.Err() == nil {
 		r.c.po.van.Poll(&r.over)
 	}
 	if r.over.Load() {
-		return r.err
+		return r.result()
 	}
 	select {
 	case <-done:
-		return r.err
+		return r.result()
 	case <-ctx.Done():
 		return fmt.Errorf("ps: wait for %s: %w", r.of, context.Cause(ctx))
 	}
+}
+
+// result returns the error of the request, which has completed, to the program.
+func (r *Request) result() error {
+	r.told.Store(true)
+	return r.err
 }
 
 // NumResponses returns the number of nodes that have answered.

@@ -193,7 +193,7 @@ func (op *operation[T]) keysOf(rank int) []uint64 {
 }
 
 func (op *operation[T]) completed(err error) {
-	op.w.c.po.clocks[op.w.c.key.id].endRequest(op.push, err)
+	op.w.c.po.clocks[op.w.c.key.id].endRequest(&op.Request, op.push, err)
 	op.w.c.po.observer.endEvent(op.event, op.outcome(&op.Request, err))
 }
 

@@ -446,7 +446,6 @@ func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
 			err = fmt.Errorf("ps: finalize: %w", public(err))
 		}
 	}
-	p.reportPushes()
 	p.stop()
 	p.mu.Lock()
 	exits := p.exits
@@ -502,10 +501,13 @@ func (p *postoffice) stop() {
 		c.failAll(ErrFinalized)
 	}
 	p.wg.Wait()
-	p.awaitDump(ctx)
+	p.reportPushes()
 	p.stopObserving()
 	p.report()
-	p.reportState(ctx, true)
+	reporting, reported := context.WithTimeout(context.Background(), blameTime)
+	p.reportState(reporting, true) // before awaitDump, because hvdrun must learn it if the file system hangs
+	reported()
+	p.awaitDump(ctx)
 	p.closeLauncher()
 	if p.metrics != nil {
 		_ = p.metrics.Close() // a scrape in progress may fail
