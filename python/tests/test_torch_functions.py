@@ -159,8 +159,12 @@ class OptimizerState(RanksTest):
                     self.close(mine.weight.detach(), model.weight.detach(), 1e-5)
 
     def test_strides_and_types(self) -> None:
-        """The state has the types of the root and the strides of the weights, on which fused optimizers rely."""
-        for name, dtype, more in (("AdamW", torch.float32, FUSED), ("NAdam", torch.bfloat16, {})):
+        """The state has the types of the root and the strides of the weights, on which fused optimizers rely, also if the
+        root has read it from a checkpoint without these strides.
+        """
+        for name, dtype, more, read in (
+            ("AdamW", torch.float32, FUSED, False), ("AdamW", torch.float32, FUSED, True), ("NAdam", torch.bfloat16, {}, False),
+        ):  # fmt: skip
             torch.manual_seed(0)
             model = torch.nn.Conv2d(3, 4, 2).to(dtype, memory_format=torch.channels_last)
             optimizer = make(name, model, **more)
@@ -172,6 +176,8 @@ class OptimizerState(RanksTest):
 
             for _ in range(2 if self.rank == 0 else 0):
                 step()
+            for state in optimizer.state.values() if read else ():
+                state.update({k: v.contiguous() for k, v in state.items()})
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
             hvd.broadcast_parameters(model.state_dict(), 0)
             every = hvd.allgather_object([

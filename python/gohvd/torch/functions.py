@@ -163,7 +163,8 @@ def send_optimizer_state(optimizer: torch.optim.Optimizer, route: Route, model: 
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     tensors: list[torch.Tensor] = []
-    tree = _take_out(optimizer.state_dict(), tensors)
+    sent = optimizer.state_dict()
+    tree = _take_out(sent, tensors)
     if not tree["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
         sparse = _sparse_parameters(model)
         for group in optimizer.param_groups:
@@ -177,20 +178,26 @@ def send_optimizer_state(optimizer: torch.optim.Optimizer, route: Route, model: 
     if ends_here:
         with in_place(optimizer):
             optimizer.load_state_dict(_put_in(tree, iter(wires)))
-        _make_alike(optimizer, _put_in(tree, iter(wires)))
+        sent = _put_in(tree, iter(wires))
+    _make_alike(optimizer, sent)
 
 
 def _make_alike(optimizer: torch.optim.Optimizer, sent: dict[str, Any]) -> None:
-    """Gives loaded state the types that were sent and the strides of its parameters, as at the root. load_state_dict has
-    cast it to the types of the parameters. Fused optimizers do not look at strides.
+    """Gives the tensors in the state of each parameter the types that were sent, because load_state_dict has cast them to
+    the type of the parameter. Those of its shape get its strides, also at the ranks that keep their state, which may have
+    others after a checkpoint was loaded. Fused optimizers do not look at strides.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in sent["param_groups"] for number in group["params"]]
     for p, number in zip(params, numbers):
-        state = optimizer.state[p] if number in sent["state"] else {}
+        if number not in sent["state"]:
+            continue
+        state, wires = optimizer.state[p], sent["state"][number]
+        if not isinstance(state, dict) or not isinstance(wires, dict):
+            continue
         for key, value in state.items():
-            wire = sent["state"][number].get(key)
-            if not isinstance(value, torch.Tensor) or not isinstance(wire, torch.Tensor):
+            wire = wires.get(key)
+            if not isinstance(value, torch.Tensor) or not isinstance(wire, torch.Tensor) or value.shape != wire.shape:
                 continue
             like = p if value.shape == p.shape else value
             if value.dtype != wire.dtype or value.stride() != like.stride():
