@@ -16,8 +16,8 @@ class SyncBatchNorm(_BatchNorm):
 
     The input has the shape (N, C, ...). N may differ between ranks, and may be 0. In training each forward pass makes
     one allgather of 2C+1 elements, and each backward pass one allreduce of 2C elements. So all ranks must make their
-    passes in the same order. There are no second derivatives. As in other layers, the gradients of weight and bias are those of this rank's batch, and
-    DistributedOptimizer combines them.
+    passes in the same order. There are no second derivatives. As in other layers, the gradients of weight and bias are
+    those of this rank's batch, and DistributedOptimizer combines them.
     """
 
     def __init__(
@@ -98,10 +98,20 @@ class _Normalize(torch.autograd.Function):
             output = (normal * weight.to(wide).view(shape) + bias.to(wide).view(shape)).to(input.dtype)
         return output, mean, variance, total
 
-    # normal and invstd, which backward uses, are constants for autograd. So a second derivative would be wrong.
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
+        again = torch.is_grad_enabled()
+        with torch.no_grad():
+            gradients = _Normalize._gradients(ctx, grad)
+        if again:
+            # normal and invstd are constants for autograd. So a second derivative would be wrong, and would be missing
+            # without an error if grad is a constant too, because once_differentiable looks at grad only.
+            gradients = tuple(g if g is None else _Last.apply(g.requires_grad_()) for g in gradients)
+        return *gradients, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradients of input, weight and bias."""
         normal, invstd, weight = ctx.saved_tensors
         dy = grad.to(normal.dtype)
         sum_dy, sum_dy_normal = dy.sum(ctx.rest), (dy * normal).sum(ctx.rest)
@@ -118,4 +128,16 @@ class _Normalize(torch.autograd.Function):
             if weight is not None:
                 d_input = d_input * weight.to(normal.dtype).view(ctx.shape)
             d_input = d_input.to(grad.dtype)
-        return d_input, d_weight, d_bias, None
+        return d_input, d_weight, d_bias
+
+
+class _Last(torch.autograd.Function):
+    """Copies a gradient of _Normalize. Its own derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Any) -> torch.Tensor:
+        raise RuntimeError("SyncBatchNorm has no second derivatives")
