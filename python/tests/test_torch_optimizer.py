@@ -1003,12 +1003,12 @@ class TheOptimizerItself(OptimizerTest):
                 loss_of(model, batch(step, self.rank)).backward()
             optimizer.step()
 
-    def test_copies_with_frozen_members_of_groups(self) -> None:
-        """Parameters of a group that are frozen now keep their values, also if only some ranks have made a copy."""
+    def test_copies_with_frozen_parameters(self) -> None:
+        """Parameters that are frozen now keep their values, also if only some ranks have made a copy."""
         for copied in (True, self.rank == 0):
-            for groups in (1, 4):
+            for options in (dict(groups=None), dict(groups=1), dict(groups=4), dict(op=hvd.Adasum)):
                 model = network()
-                optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), groups=groups)
+                optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
                 self.steps(model, optimizer, 2)
                 model[0].requires_grad_(False)
                 optimizer.zero_grad(set_to_none=True)

@@ -105,7 +105,9 @@ class _Distributed(torch.optim.Optimizer):
     backward_passes_per_step: int
     _compression: type[Compressor]
     _parameter_names: dict[torch.Tensor, str]
-    _requires_update: dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
+    # The parameters that are reduced, an ordered set: those that have hooks, and those that had them in the optimizer of which
+    # this one is a copy, because other ranks may have made no copy.
+    _requires_update: dict[torch.Tensor, None]
     _frozen: list[torch.Tensor]  # the parameters that required no gradient when they were last looked at
     _allreduce_delay: dict[torch.Tensor, int]  # by parameter: how many backward passes its gradient still waits for
     # The handle and the decompression context of each operation in flight. The key is a parameter, or for a group the
@@ -238,6 +240,7 @@ class _Distributed(torch.optim.Optimizer):
         """Returns the arguments with which _again makes a copy of this optimizer."""
         return {
             "names": self._parameter_names,
+            "reduced": list(self._requires_update),
             "compression": self._compression,
             "backward_passes_per_step": self.backward_passes_per_step,
             "process_set": self.process_set,
@@ -537,11 +540,9 @@ class _DistributedOptimizer(_Distributed):
             self._hook_thawed()
             # An optimizer changes the parameters that have a gradient, even if it is zero. So a parameter that is frozen
             # again must have none afterwards. It is reduced all the same, because other ranks may have a gradient.
-            # That of a copy may have no hook and be a member of a group.
-            reduced = {**self._requires_update, **self._p_to_group}
-            frozen = [p for p in reduced if not p.requires_grad and p.grad is None]
+            frozen = [p for p in self._requires_update if not p.requires_grad and p.grad is None]
             submitted = {p for key in self._handles if isinstance(key, tuple) for p in key}
-            for p in reduced:
+            for p in self._requires_update:
                 if p in self._handles or p in submitted:
                     continue
                 group = self._p_to_group.get(p)
@@ -983,8 +984,10 @@ def _again(optimizer: torch.optim.Optimizer, arguments: dict[str, Any]) -> Any:
             "a pickled DistributedOptimizer can only be loaded in a job: call hvd.init() first. To load it elsewhere, "
             "save optimizer.state_dict() instead of the optimizer"
         )
-    groups, was_sparse = arguments.pop("groups", []), arguments.pop("was_sparse", {})
+    groups, was_sparse, reduced = arguments.pop("groups", []), arguments.pop("was_sparse", {}), arguments.pop("reduced", [])
     distributed = _distribute(optimizer, **arguments)
+    if distributed._hooked:
+        distributed._requires_update.update(dict.fromkeys(reduced))
     if isinstance(distributed, _DistributedOptimizer):
         distributed._was_sparse.update(was_sparse)
         if distributed._hooked:
