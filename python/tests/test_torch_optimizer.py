@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -572,7 +573,7 @@ class Training(OptimizerTest):
 
     def test_closure_with_a_line_search(self) -> None:
         """LBFGS decides by the loss, which is the loss of all ranks, so all ranks call the closure equally often."""
-        for op, kind in ((hvd.Average, torch.Tensor), (hvd.Sum, float)):
+        for op, kind, skips in ((hvd.Average, torch.Tensor, False), (hvd.Sum, float, False), (hvd.Average, torch.Tensor, True)):
             model, calls = network(), []
             lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
             optimizer = hvd.DistributedOptimizer(lbfgs, model.named_parameters(), op=op)
@@ -582,10 +583,15 @@ class Training(OptimizerTest):
                 loss = functional.mse_loss(model(batch(0, self.rank)), torch.full((ROWS, 2), 3.0 * self.rank).double())
                 loss.backward()
                 calls.append(loss.item())
-                return loss if kind is torch.Tensor else loss.item()
+                if skips:
+                    optimizer.synchronize()
+                return loss.view(1) if kind is torch.Tensor else loss.item()
 
-            first = optimizer.step(closure)
+            with optimizer.skip_synchronize() if skips else contextlib.nullcontext():
+                first = optimizer.step(closure)
             self.assertIsInstance(first, kind)
+            if kind is torch.Tensor:
+                self.assertEqual(first.shape, (1,))
             self.assertEqual(len(set(hvd.allgather_object(len(calls)))), 1)
             losses = hvd.allgather_object(calls[0])
             self.assertAlmostEqual(float(first), sum(losses) / (self.size if op == hvd.Average else 1))

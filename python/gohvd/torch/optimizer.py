@@ -636,10 +636,11 @@ class _DistributedOptimizer(_Distributed):
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
                 )
-            if closure is None:
+            # With a closure, it waits for the operations that are in flight already.
+            if closure is None or self._handles:
                 self.synchronize()
-            else:
-                closure = self._synchronizing(closure)
+        if closure is not None:
+            closure = self._over_all_ranks(closure, self._should_synchronize)
         self._synchronized = False
         self._vote(closure, self.op)
         self._tell_schedulers()
@@ -651,21 +652,19 @@ class _DistributedOptimizer(_Distributed):
     # load_state_dict. Then step hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a function that calls closure, waits until the gradients are reduced over all ranks, and returns the
-        loss. If operations are in flight already, it waits for them first. The loss of LBFGS, which decides by it, is
-        reduced too.
+    def _over_all_ranks(self, closure: Callable[[], Any], synchronizes: bool) -> Callable[[], Any]:
+        """Returns a function that calls closure, waits until the gradients are reduced over all ranks if synchronizes is
+        true, and returns the loss. The loss of LBFGS, which decides by it, is reduced in any case.
         """
-        if self._handles:
-            self.synchronize()
 
-        def synchronizing() -> Any:
+        def over_all_ranks() -> Any:
             loss = closure()
-            self.synchronize()
+            if synchronizes:
+                self.synchronize()
             self._synchronized = False
             return self._reduce_loss(loss) if self._hooked and isinstance(self, torch.optim.LBFGS) else loss
 
-        return synchronizing
+        return over_all_ranks
 
     def _reduce_loss(self, loss: Any) -> Any:
         """Returns the loss of all ranks: their sum with Sum, or else their average."""
@@ -674,7 +673,7 @@ class _DistributedOptimizer(_Distributed):
         name = f"{min(self._parameter_names.values())}.loss"  # the order of the parameters may differ between ranks
         op = Sum if self.op == Sum else Average
         everyones = allreduce(mine, name=name, op=op, process_set=self.process_set)
-        return everyones.to(loss) if is_tensor else everyones.item()
+        return everyones.to(loss).reshape(loss.shape) if is_tensor else everyones.item()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._synchronized = False
