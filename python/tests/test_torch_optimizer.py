@@ -745,6 +745,7 @@ class Sparse(OptimizerTest):
                 optimizer.step()
                 changed = [p.detach().ne(0).any(1).tolist() for p in tables.parameters()]
                 self.assertEqual(changed, [[False, True, False, False], [False, False, step == 1, False]])
+                self.assertEqual([bool(optimizer.state.get(p)) for p in tables.parameters()], [True, step == 1])
 
 
 class Synchronizing(OptimizerTest):

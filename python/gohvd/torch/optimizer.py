@@ -554,7 +554,7 @@ class _DistributedOptimizer(_Distributed):
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._drain(self._done)
             for p in frozen:
-                if not p.grad.is_sparse and not p.grad.any():
+                if p.grad is not None and not p.grad.is_sparse and not p.grad.any():
                     p.grad = None
         elif is_initialized() and size() > 1 and self.process_set.included():
             raise RuntimeError(
@@ -610,6 +610,9 @@ class _DistributedOptimizer(_Distributed):
             # The values are written to the existing gradient, as for dense gradients, because the program may refer to
             # this object.
             grad.zero_().add_(output if output.is_sparse else output.to_sparse(grad.sparse_dim()))
+            # Without a gradient, as of a table that no rank has used, it makes no step of p, as in torch.
+            if isinstance(self, torch.optim.SparseAdam) and not grad._nnz():
+                p.grad = None
         elif grad.data_ptr() != output.data_ptr():
             grad.copy_(_unflat(output, grad.shape))
 
