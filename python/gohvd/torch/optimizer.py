@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import warnings
 import weakref
@@ -365,8 +366,8 @@ class _Memory:
         self._last: Callable[[], memoryview | None] = lambda: None
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the size, type and memory layout of like, which _can_be_shared. The layout must be the same
-        as that of the parameter, because autograd and fused optimizers require this of gradients.
+        """Returns a tensor with the size, type and memory layout of like, for which _can_be_shared is true. Gradients have
+        the layout of their parameter, because autograd and fused optimizers require this.
         """
         count = like.numel()
         if count == 0:
@@ -478,10 +479,10 @@ class _DistributedOptimizer(_Distributed):
                 p.grad = torch.zeros_like(p)
         elif grad.is_sparse:
             self._was_sparse[p] = grad.sparse_dim()
-        elif self._views and _can_be_shared(grad):
-            memory = self._memory_of(p)
-            if grad.data_ptr() != memory.address:
-                p.grad = memory.tensor(grad).copy_(grad)
+        elif self._views:
+            memory = self._memory.get(p)
+            if (memory is None or grad.data_ptr() != memory.address) and _can_be_shared(grad):
+                p.grad = self._memory_of(p).tensor(grad).copy_(grad)
         return p.grad
 
     def _memory_of(self, p: torch.Tensor) -> _Memory:
@@ -558,7 +559,7 @@ class _DistributedOptimizer(_Distributed):
                     p.grad = None
         elif is_initialized() and size() > 1 and self.process_set.included():
             raise RuntimeError(
-                "the optimizer was made when this process was the only rank of its job, so it cannot reduce gradients "
+                "the optimizer was made when this process reduced with no other rank, so it cannot reduce gradients "
                 f"over {size()} ranks: call DistributedOptimizer again"
             )
         self._synchronized = True
@@ -704,8 +705,8 @@ class _DistributedAdasumOptimizer(_Distributed):
     @torch.no_grad()
     def _submit(self, p: torch.Tensor) -> None:
         if p not in self._deltas:
-            reach = _can_be_shared(p)
-            self._deltas[p] = alloc_tensor(tuple(p.shape), p.dtype) if reach else torch.empty_like(
+            shared = p.is_cpu and p.layout is torch.strided
+            self._deltas[p] = alloc_tensor(tuple(p.shape), p.dtype) if shared else torch.empty_like(
                 p, memory_format=torch.contiguous_format
             )
             self._starts[p] = torch.empty_like(p)
@@ -924,6 +925,9 @@ def DistributedOptimizer(
     Raises ValueError if arguments are invalid or contradict each other. backward, synchronize and step raise the errors
     of the operations.
     """
+    if not isinstance(gradient_predivide_factor, numbers.Real):
+        kind = type(gradient_predivide_factor).__name__
+        raise ValueError(f"got a gradient_predivide_factor of type {kind}, want a number: use float(factor)")
     if gradient_predivide_factor != 1.0:
         if rocm_built():
             raise ValueError("gradient_predivide_factor not supported yet with ROCm")
