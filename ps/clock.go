@@ -196,8 +196,8 @@ func (p *postoffice) settle(ctx context.Context) {
 	}
 }
 
-// reportPushes logs the pushes of this process that have failed, if no Wait, Done, callback, Clock or returned
-// error has told the program. All requests have completed.
+// reportPushes logs the pushes of this process that have failed, if no Wait, Done, callback, Clock or
+// returned error has told the program. All requests have completed.
 func (p *postoffice) reportPushes() {
 	unanswered := 0
 	for i := range p.clocks {

@@ -527,8 +527,8 @@ func (p *postoffice) awaitDump(ctx context.Context) {
 	}
 }
 
-// freeAddress makes room for the scheduler of the next job while this one leaves. A process that connects with
-// that one must not get this job's secret.
+// freeAddress makes room for the scheduler of the next job while this one leaves. A process that connects
+// with that one must not get this job's secret.
 func (p *postoffice) freeAddress() {
 	p.van.StopListening() // first: at a scheduler that listens and offers no secret, processes give up
 	p.closeOffer()

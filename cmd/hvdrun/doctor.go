@@ -89,7 +89,8 @@ func (r *runner) runDoctor(given *doctorFlags) error {
 	}
 	s.Agent = given.where.reach
 
-	ctx, stop := signal.NotifyContext(context.Background(), heeded(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)...)
+	ends := unignored(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	ctx, stop := signal.NotifyContext(context.Background(), ends...)
 	defer stop()
 	lines := doctor.Run(ctx, s, doctor.Checks(), doctorLimit)
 	if ctx.Err() != nil {

@@ -264,15 +264,15 @@ func (j *job) startStore(kv *store.HashStore, cfg store.Config) (*store.Server, 
 // receivedSignals returns a channel that gets the signals that hvdrun handles.
 func receivedSignals() chan os.Signal {
 	signals := make(chan os.Signal, 16)
-	signal.Notify(signals, heeded(unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
+	signal.Notify(signals, unignored(unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
 		unix.SIGUSR2)...)
 	return signals
 }
 
-// heeded returns the signals without those that hvdrun's parent has ignored, as nohup does with SIGHUP. They
-// stay ignored. One of the signals must be SIGTERM, which Go never ignores, because no signals would mean all
-// to package signal.
-func heeded(signals ...os.Signal) []os.Signal { return slices.DeleteFunc(signals, signal.Ignored) }
+// unignored returns the signals without those that hvdrun's parent has ignored, as nohup does with SIGHUP.
+// They stay ignored. One of the signals must be SIGTERM, which Go never ignores, because no signals would
+// mean all to package signal.
+func unignored(signals ...os.Signal) []os.Signal { return slices.DeleteFunc(signals, signal.Ignored) }
 
 // untilSignal returns a context that ends when a signal arrives that ends hvdrun, or stop is called.
 func untilSignal(signals <-chan os.Signal) (ctx context.Context, stop func()) {

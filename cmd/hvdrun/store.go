@@ -66,7 +66,7 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 // serveStore serves a store until hvdrun gets SIGINT or SIGTERM. If the secret comes from standard input, the
 // store also ends with standard input, because then the program that started it has ended.
 func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
-	ctx, stop := signal.NotifyContext(ctx, heeded(unix.SIGINT, unix.SIGTERM)...)
+	ctx, stop := signal.NotifyContext(ctx, unignored(unix.SIGINT, unix.SIGTERM)...)
 	defer stop()
 	cfg := store.Config{Log: r.logger()}
 	listen, port, err := listenAddr(s.listen)

@@ -123,7 +123,7 @@ func (r *runner) readTimelines(ctx context.Context, given *timelineFlags, paths 
 	}
 	if given.merge != "" {
 		// Until now nothing has to be removed, so a signal ends hvdrun at once.
-		ctx, stop := signal.NotifyContext(ctx, heeded(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)...)
+		ctx, stop := signal.NotifyContext(ctx, unignored(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)...)
 		context.AfterFunc(ctx, stop) // the second signal ends hvdrun at once
 		sum, err := job.Merge(ctx, given.merge)
 		stop()

@@ -115,7 +115,8 @@ func (r *runner) runTop(given *topFlags, args []string) error {
 	if err != nil || j == nil {
 		return err
 	}
-	ctx, stop := signal.NotifyContext(context.Background(), heeded(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)...)
+	ends := unignored(unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	ctx, stop := signal.NotifyContext(context.Background(), ends...)
 	defer stop()
 	switch {
 	case given.start != "" || given.stop:

@@ -141,7 +141,7 @@ func listenPage(addr string) (net.Listener, error) {
 func (r *runner) servePage(ctx context.Context, given *viewFlags, listener net.Listener,
 	newServer func(addr string) *view.Server, along func(context.Context)) error {
 	// Until now nothing has to be removed, so a signal ends hvdrun at once.
-	ctx, stop := signal.NotifyContext(ctx, heeded(unix.SIGINT, unix.SIGTERM)...)
+	ctx, stop := signal.NotifyContext(ctx, unignored(unix.SIGINT, unix.SIGTERM)...)
 	defer stop()
 	server := r.announce(r.stdout, given.addr, listener, newServer)
 	if given.open {

@@ -66,8 +66,8 @@ func TestRangeAfterManyGaps(t *testing.T) {
 	}
 }
 
-// Late forgets names of tensors if a program has a new one for each operation. The times for which a rank held
-// up the others with a tensor are added up nevertheless.
+// Late forgets names of tensors if a program has a new one for each operation. The times for which a rank
+// held up the others with a tensor are added up nevertheless.
 func TestNamesOfTensorsAreForgotten(t *testing.T) {
 	l := NewLate(func(*Member, time.Duration, time.Duration, time.Duration) {})
 	members := []*Member{l.Member(0, Clock{Known: true}), l.Member(1, Clock{Known: true})}

@@ -146,8 +146,8 @@ with ps.start({"DMLC_PS_WATER_MARK": "1"} if slow else {}) as node:
         print("worker", node.rank, "is done", flush=True)
 `
 
-// TestParameterServer checks gohvd.ps, and that the example gets within 1% of the optimum. In bulk-synchronous
-// mode the result does not depend on how fast the workers are.
+// TestParameterServer checks gohvd.ps, and that the example gets within 1% of the optimum. In
+// bulk-synchronous mode the result does not depend on how fast the workers are.
 func TestParameterServer(t *testing.T) {
 	t.Parallel()
 	testnet.NeedTorch(t)

@@ -174,8 +174,8 @@ func (x *Random) choose(rng *rand.Rand, n int) *random {
 	return o
 }
 
-// blocks chooses blocks, each of one of the sizes: one from each rank in an allgather, otherwise one from each
-// rank to each rank.
+// blocks chooses blocks, each of one of the sizes: one from each rank in an allgather, otherwise one from
+// each rank to each rank.
 func (o *random) blocks(rng *rand.Rand, n int, sizes func() []int) {
 	o.rows = make([][]int64, n)
 	for from := range n {

@@ -349,8 +349,9 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 // ended.
 func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
 
-// StopListening makes a scheduler that is about to leave refuse further connections, so that the next one can
-// listen at its address. A process that joins the next job waits for that one. At other nodes it does nothing.
+// StopListening makes a scheduler that is about to leave refuse further connections, so that the next one
+// can listen at its address. A process that joins the next job waits for that one. At other nodes it does
+// nothing.
 func (v *Van) StopListening() {
 	if v.sched != nil {
 		v.endpoint.accepts.StopListening()
