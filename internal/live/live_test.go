@@ -389,7 +389,8 @@ func TestLeastSizes(t *testing.T) {
 	}
 }
 
-// What belongs to a tensor is there once, also if its first record adds a string after the name.
+// The encoding has the shape and type of a tensor once, also if its first record adds a string after the
+// name.
 func TestTensorIsEncodedOnce(t *testing.T) {
 	x := trace.Record{Name: "x", Error: "e", Shape: slices.Repeat(tensor.Shape{1 << 50, 0}, 50)}
 	for others := range 9 { // the list of the strings grows at some of these numbers
