@@ -1,6 +1,7 @@
 package rendezvous
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
@@ -83,6 +85,46 @@ func TestLateWhileAsking(t *testing.T) {
 		t.Errorf("got %v, want that it was late, and stopped", err)
 	}
 	testnet.WantError(t, err, "epoch 7 is complete", addr)
+}
+
+// A process that has connected to a complete root, but has not sent its request when the root is closed,
+// learns that the epoch is complete. Otherwise it would think that rank 0 has died while the epoch was
+// forming.
+func TestAskClosingRoot(t *testing.T) { overBoth(t, testAskClosingRoot) }
+
+func testAskClosingRoot(t *testing.T, key secret.Secret) {
+	kv := newStore(t)
+	ranks := joinAll(t, testnet.Context(t), keyed(kv, 0, 2, key), keyed(kv, 1, 2, key))
+	formed(t, ranks, recordOf(0, 0), recordOf(1, 0))
+	root, record := rootOf(t, kv), recordOf(1, 9)
+	conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
+	if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
+		t.Fatal(err)
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- ranks[0].Close() }()
+	testnet.Eventually(t, "the root no longer listens", func() bool {
+		conn, err := net.Dial("tcp", root.GetAddr())
+		if err == nil {
+			conn.Close()
+		}
+		return err != nil
+	})
+	request, err := appendMessage(nil, &rendezvouspb.JoinRequest{Job: "job", Token: root.GetToken(),
+		Nonce: newToken(), Rank: 1, Size: 2, Record: recordToProto(&record)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := conn.Write(request); err != nil {
+		t.Fatal(err)
+	}
+	a, err := readAnswer(bufio.NewReader(conn))
+	if err != nil || a.GetKind() != rendezvouspb.Answer_COMPLETE {
+		t.Errorf("got %v, %v, want the answer that the epoch is complete", a, err)
+	}
+	if err := <-closed; err != nil {
+		t.Error(err)
+	}
 }
 
 // If the replacement of a dead rank starts while the other ranks are still in the old epoch, the replacement

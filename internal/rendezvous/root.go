@@ -33,8 +33,12 @@ const (
 	suspicionTime = 300 * time.Millisecond
 	probeTimeout  = 5 * time.Second // how long a new rank 0 waits for the answer of an older root
 	windDown      = 2 * time.Second // how long a failed root continues to answer
-	maxAnswered   = 4096            // maximum number of answered processes that the root remembers
-	maxAnswers    = 5               // maximum number of answers that a caller gets
+	// lastRequest is how long a complete root that closes waits for requests on the connections that it has.
+	// Without an answer, the process of such a request would think that rank 0 has died while the epoch was
+	// forming.
+	lastRequest = time.Second
+	maxAnswered = 4096 // maximum number of answered processes that the root remembers
+	maxAnswers  = 5    // maximum number of answers that a caller gets
 )
 
 type rootState uint8
@@ -181,7 +185,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 }
 
 // closeOnce closes everything except connections with an answer in flight, and waits until these answers are
-// sent.
+// sent. A complete root also answers the processes that have just connected.
 func (r *root) closeOnce() error {
 	r.stop()
 	err := r.ln.Close()
@@ -191,7 +195,11 @@ func (r *root) closeOnce() error {
 		r.conclude(newFailure(0, "rank 0 gave up during Init")) // does nothing if the start has ended
 	}
 	for g := range r.callers {
-		if !g.finished {
+		switch {
+		case g.finished:
+		case r.state == complete: // it is in its handshake, because the members are finished
+			g.conn.SetDeadline(time.Now().Add(lastRequest))
+		default:
 			g.conn.Close()
 		}
 	}
@@ -628,7 +636,12 @@ func (r *root) accept() {
 		// in the order in which they were accepted.
 		g := &caller{conn: conn, out: make(chan []byte, maxAnswers), slot: r.handshakes.Acquire(conn)}
 		r.mu.Lock()
-		if r.ctx.Err() != nil {
+		switch {
+		case r.ctx.Err() == nil:
+			conn.SetDeadline(time.Now().Add(handshakeTimeout))
+		case r.state == complete:
+			conn.SetDeadline(time.Now().Add(lastRequest))
+		default:
 			conn.Close()
 		}
 		r.callers[g] = struct{}{}
@@ -704,8 +717,8 @@ func (r *root) sendAnswers(g *caller) (err error) {
 	return err
 }
 
+// handshake reads the request of g. accept and closeOnce set the deadline.
 func (r *root) handshake(g *caller) error {
-	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
 	var err error
 	if g.over, err = r.cfg.Secret.Encrypted().Accept(g.conn, rootMagic); err != nil {
 		return err
