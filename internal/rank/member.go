@@ -441,7 +441,10 @@ func (r *Rank) tryMember(ctx context.Context, cfg config.Config, o *Options) err
 // ranks.
 func isOfOthers(err error) bool {
 	_, died := errors.AsType[*engine.PeerError](err)
-	return died || errors.Is(err, errSuperseded) || rendezvous.Awaited(err) != nil
+	// Rank 0 gives up without having waited until its time limit if it already knows the next ranks.
+	refused, _ := errors.AsType[*rendezvous.RefusedError](err)
+	return died || errors.Is(err, errSuperseded) || rendezvous.Awaited(err) != nil ||
+		refused != nil && refused.Reason == rendezvous.GaveUp
 }
 
 // reset closes what a failed attempt has opened, so that r can start again.

@@ -2,6 +2,7 @@ package rank
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/signal"
 	"testing"
@@ -11,6 +12,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/elastic"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -104,6 +106,18 @@ func TestNewRankWaits(t *testing.T) {
 func TestInitFailsBesideANewGeneration(t *testing.T) {
 	r := &Rank{member: &Membership{joined: 1, newest: &elastic.Roster{Generation: 2}}}
 	if err := r.failed(&rendezvous.FailedError{Ranks: []topo.Rank{0}, Reason: "x"}); !isOfOthers(err) {
+		t.Errorf("got error %v, want one after which the process joins the next ranks", err)
+	}
+}
+
+// If rank 0 knows the next ranks earlier than this process, it gives up, and this process joins the next
+// ranks.
+func TestRankZeroGivesUpForANewGeneration(t *testing.T) {
+	meeting := &bootstrap.Meeting{Settings: config.Config{Rank: 1, Size: 3}}
+	r := &Rank{member: &Membership{joined: 1}, meeting: meeting}
+	err := r.failed(fmt.Errorf("join: %w", &rendezvous.RefusedError{Reason: rendezvous.GaveUp,
+		Text: "rank 0 gave up: waiting for rank 2: context canceled"}))
+	if !isOfOthers(err) {
 		t.Errorf("got error %v, want one after which the process joins the next ranks", err)
 	}
 }
