@@ -100,14 +100,19 @@ func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return 
 
 // Ready waits until every rank is connected to all other ranks. If the members of the global set use shared
 // memory, it also waits until every rank has mapped the memory of its peers for the lane of that set. All
-// ranks get the same error.
+// ranks get the same error. If the launcher of an elastic job changes the ranks meanwhile, Ready returns an
+// error, unless all ranks are ready: then this rank goes on, because the others would blame it if it left.
 func (s *Session) Ready(ctx context.Context) error {
 	for _, r := range s.opened {
 		if _, err := s.Memory.Peer(ctx, transport.DataLane(topo.Global), r); err != nil {
 			return err
 		}
 	}
-	return s.joined.Ready(ctx)
+	err := s.joined.Ready(ctx)
+	if err != nil && s.superseded() && s.joined.Leave(errSuperseded.Error()) {
+		return nil
+	}
+	return err
 }
 
 // Fail reports to the other ranks that this rank has failed because of err. It returns the reason why the

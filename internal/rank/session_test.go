@@ -1,6 +1,7 @@
 package rank
 
 import (
+	"context"
 	"errors"
 	"math"
 	"runtime"
@@ -278,6 +279,29 @@ func TestFail(t *testing.T) {
 	failed, ok := errors.AsType[*rendezvous.FailedError](err)
 	if !ok || !slices.Equal(failed.Ranks, []topo.Rank{1}) {
 		t.Errorf("got %v, want that rank 1 failed", err)
+	}
+}
+
+// If the launcher changes the ranks of an elastic job while one of them waits until all are ready, either
+// both ranks begin the epoch or none does.
+func TestSupersededAtReady(t *testing.T) {
+	gone, cancel := context.WithCancel(testnet.Context(t))
+	cancel()
+	for range 20 {
+		sessions, errs := open(t, []string{"a", "b"}, nil)
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+		sessions[1].superseded = func() bool { return true }
+		other := make(chan error, 1)
+		go func() { other <- sessions[0].Ready(testnet.Context(t)) }()
+		own := sessions[1].Ready(gone)
+		if own != nil {
+			sessions[1].Close() // as Init does
+		}
+		if err := <-other; (err == nil) != (own == nil) {
+			t.Fatalf("got %v at rank 0 and %v at rank 1, want that both begin or none", err, own)
+		}
 	}
 }
 

@@ -70,6 +70,8 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 		r.noteReady(rank)
 	case s.GetKind() == rendezvouspb.Status_TRIED:
 		r.noteTried(rank, s)
+	case s.GetKind() == rendezvouspb.Status_LEAVES:
+		r.conclude(newFailure(rank, s.GetText()))
 	case s.GetKind() == rendezvouspb.Status_FAILED:
 		p := report{rank: rank, text: s.GetText(), unheard: r.stoodStill()}
 		for _, suspect := range s.GetRanks() {

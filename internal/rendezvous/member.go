@@ -159,7 +159,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 		return s, err
 	}
 	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT ||
-		s.GetKind() > rendezvouspb.Status_MOVED) {
+		s.GetKind() > rendezvouspb.Status_LEAVES) {
 		err = fmt.Errorf("got a status of the unknown kind %v", s.GetKind())
 	}
 	if err != nil {

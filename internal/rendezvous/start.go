@@ -72,6 +72,22 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.wait(ctx)
 }
 
+// Leave tells the root that this rank leaves the epoch because of why, unless all ranks are ready. It reports
+// whether they are: then the others consider this rank a part of the epoch, and its death a failure. If they
+// are not, the epoch fails at all ranks. A root that does not answer within answerGrace hangs, so the ranks
+// are not ready.
+func (s *Session) Leave(why string) (ready bool) {
+	if s.member == nil {
+		return true
+	}
+	// If the connection is broken, listen ends the start.
+	_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_LEAVES,
+		Text: cut(why, maxTextBytes)})
+	ctx, cancel := context.WithTimeout(context.Background(), answerGrace)
+	defer cancel()
+	return s.wait(ctx) == nil
+}
+
 // failWait is how long Fail waits for the decision of a root that runs. The decision comes after
 // suspicionTime. failWait is long, because the root may be on a busy machine. If the root's process ends, the
 // connection ends, and Fail does not wait.

@@ -102,6 +102,34 @@ func testReady(t *testing.T, key secret.Secret) {
 	}
 }
 
+// If a rank leaves before all ranks are ready, the epoch fails at all ranks. Afterwards no rank leaves.
+func TestLeave(t *testing.T) {
+	for rank := range 3 {
+		ctx := testnet.Context(t)
+		sessions := meet(t, 3, secret.Secret{})
+		if sessions[rank].Leave("other ranks") {
+			t.Errorf("rank %d left, but got that all ranks are ready", rank)
+		}
+		for _, err := range each(sessions, rank, func(_ int, s *Session) error { return s.Ready(ctx) })[1:] {
+			if err != nil {
+				wantFailure(t, sessions[1], err, "other ranks", topo.Rank(rank))
+			}
+		}
+
+		sessions = meet(t, 3, secret.Secret{})
+		left := each(sessions, -1, func(r int, s *Session) error {
+			err := s.Ready(ctx)
+			if r == rank && !s.Leave("other ranks") {
+				err = errors.Join(err, errors.New("it has left"))
+			}
+			return err
+		})
+		if err := errors.Join(left...); err != nil {
+			t.Errorf("rank %d leaves when all are ready: %v", rank, err)
+		}
+	}
+}
+
 // If a rank dies before all ranks are ready, the errors of all other ranks name the dead rank, even if a rank
 // has reported other suspects.
 func TestDeathBeforeReady(t *testing.T) { overBoth(t, testDeathBeforeReady) }

@@ -38,6 +38,8 @@ const (
 	Status_TRIED Status_Kind = 4
 	// The answer to MOVE: the rank listens on the address in text.
 	Status_MOVED Status_Kind = 5
+	// The rank leaves the epoch if not all ranks are ready. text says why.
+	Status_LEAVES Status_Kind = 6
 )
 
 // Enum value maps for Status_Kind.
@@ -49,6 +51,7 @@ var (
 		3: "FAILED",
 		4: "TRIED",
 		5: "MOVED",
+		6: "LEAVES",
 	}
 	Status_Kind_value = map[string]int32{
 		"NONE":    0,
@@ -57,6 +60,7 @@ var (
 		"FAILED":  3,
 		"TRIED":   4,
 		"MOVED":   5,
+		"LEAVES":  6,
 	}
 )
 
@@ -771,12 +775,12 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
 	"TermsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xcf\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdb\x01\n" +
 	"\x06Status\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Status.KindR\x04kind\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x14\n" +
 	"\x05ranks\x18\x03 \x03(\x05R\x05ranks\x12\x19\n" +
-	"\bmay_pass\x18\x04 \x01(\bR\amayPass\"J\n" +
+	"\bmay_pass\x18\x04 \x01(\bR\amayPass\"V\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\v\n" +
 	"\aTIMEOUT\x10\x01\x12\t\n" +
@@ -784,7 +788,9 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
 	"\x06FAILED\x10\x03\x12\t\n" +
 	"\x05TRIED\x10\x04\x12\t\n" +
-	"\x05MOVED\x10\x05\"\xb5\x03\n" +
+	"\x05MOVED\x10\x05\x12\n" +
+	"\n" +
+	"\x06LEAVES\x10\x06\"\xb5\x03\n" +
 	"\x06Answer\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Answer.KindR\x04kind\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x16\n" +
