@@ -108,7 +108,8 @@ class Page:
                     with self.get(data, f"/data/{part}run={name}") as answer:
                         body = answer.read()
                         if answer.status == 200 and part == "report?":
-                            seen.append(json.loads(gzip.decompress(body))["operations"])
+                            packed = answer.headers["Content-Encoding"] == "gzip"
+                            seen.append(json.loads(gzip.decompress(body) if packed else body)["operations"])
                 last = name
 
 

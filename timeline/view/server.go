@@ -35,6 +35,9 @@ const (
 	maxCached     = 64 << 20
 	maxCachedLive = 16 << 20
 	entryBytes    = 1 << 10
+	// leastPacked is the size from which on an answer is compressed. Those about a running job are mostly
+	// shorter, and to compress them takes more of the training's processors than the rest of the answer.
+	leastPacked = 16 << 10
 	// maxConnections limits the connections of a Server that have not shown the cookie. A browser opens six.
 	maxConnections = 32
 	// policy lets the page load only its own files, and lets no text of it become markup or script.
@@ -63,14 +66,15 @@ type Server struct {
 	bytes, maxBytes int
 }
 
-// answer is a cached body, compressed by gzip. done is closed when it is there. Then size is its size in the
-// cache.
+// answer is a cached body. done is closed when it is there. Then size is its size in the cache, and packed
+// says that it is compressed by gzip.
 type answer struct {
-	done chan struct{}
-	body []byte
-	kind string
-	err  error
-	size int
+	done   chan struct{}
+	body   []byte
+	packed bool
+	kind   string
+	err    error
+	size   int
 }
 
 // NewServer returns a Server that browsers reach at the address HOST:PORT. A browser may also use an IP
@@ -296,8 +300,11 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 	if s.live == nil && r.URL.Query().Get("run") == run {
 		h.Set("Cache-Control", "private, max-age=86400, immutable")
 	}
-	if strings.Contains(r.Header.Get("Accept-Encoding"), "gzip") {
+	accepted := strings.Contains(r.Header.Get("Accept-Encoding"), "gzip")
+	if a.packed && accepted {
 		h.Set("Content-Encoding", "gzip")
+	}
+	if !a.packed || accepted {
 		_, _ = w.Write(a.body)
 		return
 	}
@@ -335,8 +342,11 @@ func (s *Server) compute(key string, a *answer, r *http.Request, source Source, 
 			}
 		}
 	}()
-	body, kind, err := answerTo(source, run, path.Base(r.URL.Path), r.URL.Query())
-	a.body, a.kind, a.err = pack(z, body), kind, err
+	a.body, a.kind, a.err = answerTo(source, run, path.Base(r.URL.Path), r.URL.Query())
+	a.packed = len(a.body) >= leastPacked
+	if a.packed {
+		a.body = pack(z, a.body)
+	}
 }
 
 // newWriter returns a writer for pack.

@@ -170,6 +170,35 @@ func TestTilesAreMadeOnce(t *testing.T) {
 	}
 }
 
+// sized is a Source whose tiles have a number of bytes.
+type sized struct {
+	Source
+	bytes int
+}
+
+func (s sized) Tile(Request) ([]byte, error) { return make([]byte, s.bytes), nil }
+
+// Short answers are not compressed, and long ones only for a browser that accepts it.
+func TestLongAnswersAreCompressed(t *testing.T) {
+	for _, bytes := range []int{leastPacked - 1, leastPacked} {
+		s := NewServer(sized{straggler.read(t), bytes}, "127.0.0.1:1234")
+		for _, accepted := range []string{"", "gzip"} {
+			a := get(s, func(r *http.Request) {
+				r.AddCookie(&http.Cookie{Name: "hvd_view_1234", Value: s.cookie})
+				r.URL.Path = "/data/tile"
+				r.Header.Set("Accept-Encoding", accepted)
+			})
+			packed := bytes == leastPacked && accepted == "gzip"
+			body, err := io.ReadAll(a.Body)
+			got := a.Header.Get("Content-Encoding") == "gzip"
+			if got != packed || err != nil || (len(body) == bytes) == packed {
+				t.Errorf("%d bytes, accepted %q: got %d bytes, %v, compressed %v, want %v", bytes, accepted,
+					len(body), err, got, packed)
+			}
+		}
+	}
+}
+
 // The cache has a limit, also for many small answers.
 func TestCacheIsLimited(t *testing.T) {
 	s := NewServer(straggler.read(t), "127.0.0.1:1234")
