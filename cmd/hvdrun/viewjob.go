@@ -187,7 +187,7 @@ func followJob(ctx context.Context, j *jobAddress, l *view.Live) {
 // rank that sends it, in hvdrun, and where it is decoded. shareOfHost says which part of the host's
 // processors that may take: one of so many.
 const (
-	recordTime  = 2 * time.Microsecond
+	recordTime  = 1200 * time.Nanosecond
 	shareOfHost = 100
 )
 
