@@ -13,11 +13,13 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Describe converts err to the message that is sent to a client.
+// Describe converts err to the message that is sent to a client. The texts of err need not be valid UTF-8: a
+// path that is not may be in them.
 func Describe(err error) *sidecarpb.Error {
 	d := failure.Describe(err)
-	e := &sidecarpb.Error{Class: uint32(d.Class), Text: d.Text, Operation: d.Operation, Tensor: d.Tensor,
-		ShutDown: d.ShutDown}
+	valid := func(text string) string { return strings.ToValidUTF8(text, "\uFFFD") }
+	e := &sidecarpb.Error{Class: uint32(d.Class), Text: valid(d.Text), Operation: valid(d.Operation),
+		Tensor: valid(d.Tensor), ShutDown: d.ShutDown}
 	for _, r := range d.Ranks {
 		e.Ranks = append(e.Ranks, int32(r))
 	}

@@ -4,7 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"strings"
 	"testing"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/rank"
@@ -36,6 +39,14 @@ func TestErrorOf(t *testing.T) {
 		if got.Error() != want.Error() || !reflect.DeepEqual(got, want) {
 			t.Errorf("got %v %#v, want %v %#v", got, got, want, want)
 		}
+	}
+}
+
+// Any error can be sent, also one with a path that is not UTF-8. A client that gets no answer waits for ever.
+func TestDescribeInvalidUTF8(t *testing.T) {
+	d := Describe(&engine.OpError{Op: "\xff", Tensor: "\xff", Err: errors.New("open /srv/cl\xe9: no such file")})
+	if _, err := proto.Marshal(d); err != nil || !strings.Contains(d.Text, "/srv/cl\uFFFD: no such file") {
+		t.Errorf("got %q, %v", d.Text, err)
 	}
 }
 
