@@ -145,8 +145,15 @@ func (c *Client) leave(j *job) {
 }
 
 // Shutdown makes the rank leave the job. It returns when all its operations have ended. If the job has
-// failed, it returns the reason, and the rank has left the job nevertheless.
+// failed, it returns the reason, and the rank has left the job nevertheless. If why.Failed is set, the
+// process may be at its end. So Shutdown then waits only for a limited time for a sidecar that is stopped,
+// and ends the connection, with which all other waits end.
 func (c *Client) Shutdown(ctx context.Context, why engine.Departure) error {
+	if why.Failed {
+		limited, cancel := context.WithTimeout(ctx, failTime)
+		defer cancel()
+		ctx = limited
+	}
 	c.mu.Lock()
 	j := c.job
 	if j == nil {
@@ -161,6 +168,9 @@ func (c *Client) Shutdown(ctx context.Context, why engine.Departure) error {
 		Shutdown: &sidecarpb.Shutdown{Reason: why.Reason, Failed: why.Failed}}}, -1)
 	if ctx.Err() == nil {
 		c.Drive(ctx, nil, func() bool { return c.calls.none() })
+	}
+	if why.Failed && ctx.Err() != nil {
+		c.fail("it has not left the job in time")
 	}
 	c.leave(j)
 	c.plans.clear(c)

@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// failTime is how long FailNode waits for the answer of the sidecar, which needs at most 5 s to leave a job.
+// failTime is how long a process that has failed waits for the answer of the sidecar, which needs at most 5 s
+// to leave a job.
 const failTime = 10 * time.Second
 
 // Node is the place of a node of a parameter server.

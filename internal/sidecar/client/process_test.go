@@ -335,8 +335,8 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// FailNode returns if the sidecar does not answer.
-func TestFailNode(t *testing.T) {
+// A process that has failed can leave its job if the sidecar does not answer.
+func TestFailWithoutAnswer(t *testing.T) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -345,10 +345,14 @@ func TestFailNode(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.fd = pair[0]
+	c.fd, c.job = pair[0], new(job)
 	synctest.Test(t, func(t *testing.T) { // without a limit, it panics because all goroutines wait
 		if err := c.FailNode(t.Context(), "its file is damaged"); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
+			t.Errorf("node: got %v, want %v", err, context.DeadlineExceeded)
+		}
+		err := c.Shutdown(t.Context(), engine.Departure{Reason: "KeyError: 1", Failed: true})
+		if !errors.Is(err, context.DeadlineExceeded) || c.job != nil || c.reason.Load() == nil {
+			t.Errorf("rank: got %v, job %v, want %v and the end of the connection", err, c.job, context.DeadlineExceeded)
 		}
 	})
 	if err := errors.Join(c.ring.segment.Close(), unix.Close(pair[0]), unix.Close(pair[1])); err != nil {
