@@ -640,3 +640,20 @@ func TestAgain(t *testing.T) {
 	}
 	shutdown(t, clients)
 }
+
+// A program that has a new name for each group needs no more memory for plans than the sidecar has.
+func TestManyGroups(t *testing.T) {
+	clients, ranks := joined(t, 1)
+	p := program{Rank: ranks[0]}
+	const groups, tensors = 600, 1000 // 250 to 500 such plans have room
+	group := sum("", 0)
+	group.Grouped, group.Tensors = true, slices.Repeat(shaped(0), tensors)
+	for i := range groups {
+		group.Name = fmt.Sprint("metrics/", i)
+		x := p.execution(group, slices.Repeat([]rank.Buffer{{In: []byte{}}}, tensors)...)
+		if err := begin(x)(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	shutdown(t, clients)
+}

@@ -9,10 +9,13 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
-// Limits for the plans that are kept to be used again: their number, and the bytes of their blocks.
+// Limits for the plans that are kept to be used again: their number, the bytes of their blocks, and the
+// number of their tensors. The sidecar keeps at most 64 MiB of plans of a client, with about 300 bytes for a
+// tensor.
 const (
-	maxIdlePlans = 32768
-	maxIdleBytes = 512 << 20
+	maxIdlePlans   = 32768
+	maxIdleBytes   = 512 << 20
+	maxIdleTensors = 65536
 )
 
 // plan is an operation that is prepared in a slot, with its blocks of the heap. It can be used any number of
@@ -34,6 +37,7 @@ type plans struct {
 	oldest, newest *plan // the idle plans, in the order in which they became idle
 	count          int
 	numBytes       int64
+	numTensors     int
 	slots          []uint32 // free slots
 	next           uint32   // the lowest slot that was never used
 	buf            []byte   // for keys
@@ -101,6 +105,7 @@ func (s *plans) give(c *Client, p *plan) {
 	s.idle[p.key] = append(s.idle[p.key], p)
 	s.count++
 	s.numBytes += p.numBytes
+	s.numTensors += len(p.inAt)
 	p.older, p.newer = s.newest, nil
 	s.newest = p
 	if p.older != nil {
@@ -109,7 +114,8 @@ func (s *plans) give(c *Client, p *plan) {
 		s.oldest = p
 	}
 	var dropped []*plan
-	for s.count > maxIdlePlans || s.numBytes > maxIdleBytes && s.count > 1 {
+	for s.count > maxIdlePlans ||
+		s.count > 1 && (s.numBytes > maxIdleBytes || s.numTensors > maxIdleTensors) {
 		dropped = append(dropped, s.remove(s.oldest))
 	}
 	s.mu.Unlock()
@@ -149,6 +155,7 @@ func (s *plans) unlink(p *plan) {
 	}
 	s.count--
 	s.numBytes -= p.numBytes
+	s.numTensors -= len(p.inAt)
 }
 
 // drop frees the slot and the blocks of p, which is not idle.
