@@ -168,6 +168,25 @@ func unixUser(conn *net.UnixConn) (uid uint32, err error) {
 	return cred.Uid, nil
 }
 
+// RawSocket returns a descriptor for the socket of conn in blocking mode, which Go's poller does not watch.
+// It closes conn, also after an error.
+func RawSocket(conn *net.UnixConn) (int, error) {
+	fd, failed := -1, error(nil)
+	control, err := conn.SyscallConn()
+	if err == nil {
+		err = control.Control(func(of uintptr) { fd, failed = unix.FcntlInt(of, unix.F_DUPFD_CLOEXEC, 0) })
+	}
+	// conn and fd share the blocking mode. So conn is closed, which removes the socket from the poller,
+	// before the mode is changed.
+	if err = errors.Join(err, failed, conn.Close()); err == nil {
+		err = unix.SetNonblock(fd, false)
+	}
+	if err != nil && fd >= 0 {
+		err = errors.Join(err, unix.Close(fd))
+	}
+	return fd, err
+}
+
 // addrPort returns the address in a, if it is a TCP address.
 func addrPort(a net.Addr) (netip.AddrPort, bool) {
 	tcp, ok := a.(*net.TCPAddr)

@@ -42,7 +42,7 @@ func accept(ctx context.Context, conn *net.UnixConn, timeout time.Duration) (fd,
 		_, err := conn.Write(dial.Greeting(wire.Magic, wire.Version))
 		return fail(errors.Join(fmt.Errorf("got protocol version %d, want %d", got, wire.Version), err))
 	}
-	if fd, err = rawSocket(conn); err != nil {
+	if fd, err = dial.RawSocket(conn); err != nil {
 		return fail(err)
 	}
 	return fd, pid, pidfd, nil
@@ -89,23 +89,4 @@ func openPidfd(fd, pid int) (*os.File, error) {
 		return nil, errors.Join(err, unix.Close(p))
 	}
 	return os.NewFile(uintptr(p), "pidfd"), nil
-}
-
-// rawSocket returns a descriptor for the socket of conn in blocking mode, and closes conn.
-func rawSocket(conn *net.UnixConn) (int, error) {
-	control, err := conn.SyscallConn()
-	if err != nil {
-		return -1, err
-	}
-	fd, failed := -1, error(nil)
-	err = control.Control(func(of uintptr) { fd, failed = unix.FcntlInt(of, unix.F_DUPFD_CLOEXEC, 0) })
-	if err = errors.Join(err, failed); err != nil {
-		return -1, err
-	}
-	// conn and fd share the blocking mode. So conn is closed, which removes the socket from Go's poller,
-	// before the mode is changed.
-	if err := errors.Join(conn.Close(), unix.SetNonblock(fd, false)); err != nil {
-		return -1, errors.Join(err, unix.Close(fd))
-	}
-	return fd, nil
 }

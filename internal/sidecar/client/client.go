@@ -17,7 +17,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -65,8 +64,7 @@ type Config struct {
 // Client is a connection to a sidecar. Its methods are safe for concurrent use.
 type Client struct {
 	conn   *net.UnixConn // only until greetings were exchanged
-	socket *os.File      // afterwards; in blocking mode
-	fd     int           // of socket
+	fd     int           // of the socket afterwards
 	name   string        // of the sidecar, in errors
 	child  *child        // nil if the client has not started the sidecar
 	began  map[string]string
@@ -159,18 +157,10 @@ func (c *Client) connect(ctx context.Context, cfg *Config) (err error) {
 	if !stop() {
 		return errors.Join(&DeadError{c.name + ": the exchange of greetings was interrupted"}, c.conn.Close())
 	}
-	return c.leavePoller()
-}
-
-// leavePoller sets socket. Go's poller is woken each time the sidecar reads a doorbell, because the socket
-// has more room then. A thread that polls the socket only for data is not.
-func (c *Client) leavePoller() (err error) {
-	c.socket, err = c.conn.File()
-	if err = errors.Join(err, c.conn.Close()); err != nil {
-		return err
-	}
-	c.fd = int(c.socket.Fd())
-	return unix.SetNonblock(c.fd, false)
+	// Go's poller would be woken each time the sidecar reads a doorbell, because the socket has more room
+	// then. A thread that polls the socket only for data is not.
+	c.fd, err = dial.RawSocket(c.conn)
+	return err
 }
 
 // greet checks who listens, and exchanges greetings.
@@ -221,7 +211,7 @@ func (c *Client) Close() error {
 	// The end of the connection has woken all waiters.
 	c.using.Lock()
 	defer c.using.Unlock()
-	errs := []error{c.socket.Close(), c.memory.close(), c.ring.segment.Close(), c.child.end()}
+	errs := []error{unix.Close(c.fd), c.memory.close(), c.ring.segment.Close(), c.child.end()}
 	for _, s := range c.maps {
 		errs = append(errs, s.Close())
 	}

@@ -17,6 +17,7 @@ import (
 
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -639,6 +640,25 @@ func TestAgain(t *testing.T) {
 		initAll(t, clients, ranks)
 	}
 	shutdown(t, clients)
+}
+
+// Go's poller does not watch the socket, because each doorbell that the sidecar reads would wake a thread.
+func TestSocketIsNotPolled(t *testing.T) {
+	c := serve(t, options(t, 1)[0])
+	var s unix.Stat_t
+	if err := unix.Fstat(c.fd, &s); err != nil {
+		t.Fatal(err)
+	}
+	files, err := filepath.Glob("/proc/self/fdinfo/*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		info, _ := os.ReadFile(file) // it may be gone
+		if strings.Contains(string(info), fmt.Sprintf(" ino:%x ", s.Ino)) {
+			t.Errorf("socket %d is watched: %s", c.fd, info)
+		}
+	}
 }
 
 // A program that has a new name for each group needs no more memory for plans than the sidecar has.
