@@ -230,8 +230,9 @@ func errInProgress(op string) error {
 // EndTraining tells how the training has ended. After Changed and Failed the program leaves the job and joins
 // it again, unless there is an error.
 func (l *Library) EndTraining(o Outcome) Handle {
-	if l.newcomer.Load() != nil {
-		return l.start(func(*Result) error { // the training has not begun
+	// After Abandoned, a vote may be in progress. In a newcomer, the training has not begun.
+	if o == Abandoned || l.newcomer.Load() != nil {
+		return l.start(func(*Result) error {
 			l.training.stopNotice()
 			return nil
 		})
@@ -255,8 +256,6 @@ func (t *training) end(o Outcome, c collectives) error {
 		return t.commits.Done(context.Background())
 	case Changed:
 		t.commits.Changed()
-		return nil
-	case Abandoned:
 		return nil
 	}
 	if err := t.commits.Over(); err != nil {

@@ -106,6 +106,21 @@ func TestFailedInitEndsID(t *testing.T) {
 	}
 }
 
+// TestAbandonDuringVote checks that SIGTERM has its usual effect again after an error of the program that has
+// ended the wait for a vote.
+func TestAbandonDuringVote(t *testing.T) {
+	l, usual := initialized(t, 1)[0], false
+	l.training.notice = func() { usual = true }
+	l.training.using.Lock() // as a vote in progress holds it
+	if err := l.Wait(l.EndTraining(Abandoned), Forever, nil); err != nil || !usual {
+		t.Errorf("got %v and usual effect %t, want true", err, usual)
+	}
+	l.training.using.Unlock()
+	if err := l.Wait(l.Shutdown("", false), Forever, nil); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestCheckAfterFailure checks that an operation ends because of a failed rank only when Check knows that.
 func TestCheckAfterFailure(t *testing.T) {
 	all := initialized(t, 2)

@@ -387,7 +387,7 @@ def _failed(e: RuntimeError) -> None:
 def _abandon() -> None:
     """Makes SIGTERM have its usual effect again after an error that leaves the wrapper."""
     if _engine_.initialized():
-        with contextlib.suppress(HorovodInternalError, ValueError):  # a vote may be in progress
+        with contextlib.suppress(HorovodInternalError):  # this process may be a fork of the rank
             _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_ABANDONED)
 
 
