@@ -90,6 +90,8 @@ type Call struct {
 	MembersOnly         bool          // whether only the members of a process set add it
 	Hold                bool          // whether the name stays in use until the caller releases it
 	Timeout             time.Duration // 0 stands for the timeout of the settings until Check sets it
+
+	number int64 // in the name, if ensureName has generated it
 }
 
 // NewCall returns a call with default options. kind is the kind of its operation, and dt is the type of its
@@ -289,7 +291,8 @@ func memberNames(group string, n int) []string {
 func (c *Call) ensureName() error {
 	if c.Name == "" {
 		name := append([]byte(c.Kind.String()), ".noname."...)
-		c.Name = string(strconv.AppendInt(name, c.Set.unnamed[c.Kind].Add(1), 10))
+		c.number = c.Set.unnamed[c.Kind].Add(1)
+		c.Name = string(strconv.AppendInt(name, c.number, 10))
 	}
 	if err := message.CheckName(c.Name); err != nil {
 		return &engine.UsageError{Op: c.Kind.String(), Err: err} // without the name, which may be very long
@@ -314,6 +317,9 @@ func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	err := c.Rank.queue(entries)
 	if err == nil {
 		return nil
+	}
+	if c.number > 0 { // as in Submit, the next call gets the number
+		c.Set.unnamed[c.Kind].CompareAndSwap(c.number, c.number-1)
 	}
 	var (
 		duplicate *tensorqueue.DuplicateNameError

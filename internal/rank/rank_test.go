@@ -4,15 +4,20 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 // If the program of a rank runs in another process, as with the sidecar, each rank counts as two processes.
@@ -53,5 +58,40 @@ func TestFirstErrorOfInit(t *testing.T) {
 		Settings: map[string]string{"HVD_INSECURE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}})
 	if !errors.Is(err, rendezvous.ErrStoreEnded) || !errors.Is(err, context.Canceled) {
 		t.Errorf("got error %v, want one with both reasons", err)
+	}
+}
+
+// full is a Remote that refuses its first operation. It records the names of all.
+type full struct {
+	Remote
+	names []string
+}
+
+func (f *full) Queue(entries ...*tensorqueue.Entry) error {
+	f.names = append(f.names, entries[0].Request.Name)
+	if len(f.names) == 1 {
+		return errors.New("64512 operations are in flight")
+	}
+	return nil
+}
+
+// TestNameAfterRefusal checks that an unnamed call that only this rank refuses does not change later names.
+func TestNameAfterRefusal(t *testing.T) {
+	f := new(full)
+	r := NewRemote(Joined{Place: topo.Topology{Size: 1}}, f)
+	for i := range 3 {
+		c := NewCall(message.Allreduce, tensor.Float32)
+		c.Rank = r
+		if err := c.Check(); err != nil {
+			t.Fatal(err)
+		}
+		e := new(tensorqueue.Entry)
+		c.Fill(e)
+		if err := c.Submit(e); (err != nil) != (i == 0) {
+			t.Errorf("call %d: got %v", i, err)
+		}
+	}
+	if want := []string{"allreduce.noname.1", "allreduce.noname.1", "allreduce.noname.2"}; !slices.Equal(f.names, want) {
+		t.Errorf("got %q, want %q", f.names, want)
 	}
 }
