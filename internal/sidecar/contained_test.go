@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -323,7 +324,8 @@ func TestGarbage(t *testing.T) {
 			c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1)))
 		},
 		"a frame that needs none": func(c *client) { c.Send(sidecartest.StopTimeline(), memfd(c)) },
-		"at least 2 descriptors":  func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
+		"2 descriptors":           func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
+		"at least 3 descriptors":  func(c *client) { c.Write([]byte{3, 0}, memfd(c), memfd(c), memfd(c)) },
 		"with a doorbell":         func(c *client) { c.Write([]byte{0}, memfd(c)) },
 		"without Bye": func(c *client) {
 			frame := c.Frame(sidecartest.StopTimeline())
@@ -375,6 +377,48 @@ func TestGarbage(t *testing.T) {
 		t.Errorf("status: %v", got)
 	}
 	c.bye()
+}
+
+// TestReadEndsInFrame fills the buffer of an inbox up to the first byte of a frame. The next read gets the
+// rest of the frame and the next frame, and each frame must get its own descriptor.
+func TestReadEndsInFrame(t *testing.T) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := sidecartest.New(t, pair[1])
+	i := inbox{FD: pair[0]}
+	defer unix.Close(pair[0])
+	defer i.Close()
+	c.Write(make([]byte, cap(slices.Grow(i.buf, readBytes))-1)) // doorbells
+	sizes := []int64{4096, 8192}
+	for n, size := range sizes {
+		fd, b := sidecartest.File(t, size, sidecartest.Seals)
+		defer release(t, fd, b)
+		c.Write(c.Frame(sidecartest.Arena(uint32(n+1), size)), fd)
+	}
+	for got := 0; got < len(sizes); {
+		if came, err := i.Fill(false); !came || err != nil {
+			t.Fatalf("after %d frames: got %t, %v", got, came, err)
+		}
+		for body, ok, err := i.Next(); ok || err != nil; body, ok, err = i.Next() {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(body) == 0 {
+				continue
+			}
+			fd, err := i.Descriptor()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var s unix.Stat_t
+			if err := errors.Join(unix.Fstat(fd, &s), unix.Close(fd)); err != nil || s.Size != sizes[got] {
+				t.Errorf("frame %d: got a file of %d bytes, %v, want %d", got, s.Size, err, sizes[got])
+			}
+			got++
+		}
+	}
 }
 
 // TestTooMany lets a client use a number that is still in use, and exceed the limit on operations in flight.

@@ -84,8 +84,9 @@ func (i *inbox) Wait(ms int) bool {
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// take stores the descriptor that has arrived with a read, if there is one. It returns an error if several
-// descriptors have arrived, or if an earlier descriptor has not been used yet.
+// take stores the descriptor that has arrived with a read, if there is one. A descriptor arrives with the
+// first byte of its frame, and the read that gets the rest of the frame may get the descriptor of the next
+// frame. If more than these two are not used yet, take returns an error.
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -101,8 +102,8 @@ func (i *inbox) take(oob []byte, flags int) error {
 		}
 		i.fds = append(i.fds, fds...)
 	}
-	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
-		return fmt.Errorf("%w: got at least %d descriptors with a frame, want at most 1", wire.ErrFrame,
+	if len(i.fds) > 2 || flags&unix.MSG_CTRUNC != 0 {
+		return fmt.Errorf("%w: got at least %d descriptors with two frames, want at most 2", wire.ErrFrame,
 			len(i.fds))
 	}
 	return nil
@@ -126,7 +127,7 @@ func (i *inbox) Descriptor() (int, error) {
 		return -1, errors.New("the request must come with a file descriptor, but it came with none")
 	}
 	fd := i.fds[0]
-	i.fds = i.fds[:0]
+	i.fds = slices.Delete(i.fds, 0, 1)
 	return fd, nil
 }
 
