@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _exit, _library
 from ._library import (
-    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, INTERNAL, JOIN, KIND_NAMES, NO_HANDLE, PENDING,
-    RECV, REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
+    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, DUPLICATE_NAME, GATHER, INTERNAL, JOIN, KIND_NAMES,
+    NO_HANDLE, PENDING, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
 )  # fmt: skip
 from .exceptions import HorovodInternalError, InitError, LibraryError, NotInitializedError
 
@@ -52,8 +52,9 @@ _MAX_SLOTS = 32768
 # How long a thread that ends what holds the lock of the engine waits for the lock at a time.
 _LOOK_SECONDS = 0.05
 
-# The name of a blocking operation to which the program has given none. The library names all other unnamed operations
-# noname.1, noname.2 and so on.
+# The name of a blocking operation to which the program has given none. Ranks match unnamed operations in the order of the
+# calls, so a program has at most one of a kind in flight, also if it has several threads. One name for all stays in the
+# response cache. The library names all other unnamed operations noname.1, noname.2 and so on.
 SYNC_NAME = "noname.0"
 
 # Operations whose result has the shape of the tensor.
@@ -194,6 +195,7 @@ AT_LAUNCH, APART = 1, 2
 _STREAM, _ALLOCATE = _library.Op.stream.offset // 8, _library.Op.allocate.offset // 8
 _RESULT_STREAM = _library.Op.result_stream.offset // 8
 _HANDLE = ctypes.sizeof(_library.Op) // 8
+_NOT_SUBMITTED = (1 << 64) - 1  # it stands for the handle of an operation that was not submitted
 _TENSORS = _HANDLE + 1
 _INPUT, _OUTPUT = _TENSORS + _library.Tensor.input.offset // 8, _TENSORS + _library.Tensor.output.offset // 8
 _TENSOR_WORDS = ctypes.sizeof(_library.Tensor) // 8
@@ -578,15 +580,15 @@ class Engine:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # held while the process joins or leaves the job
-        self._main_thread = threading.main_thread().ident
         self._place: Place | None = None
         self.last_place: Place | None = None
         """The place in the present job, or in the last one."""
         self._sets: dict[int, ProcessSet] = {}
         self._registered: list[ProcessSet] = []  # several objects may stand for one process set of the job
         self._slots: dict[tuple, list[Slot]] = {}
-        # The calls of operations named SYNC_NAME whose wait was interrupted, and the keys of these operations.
-        self._interrupted: list[tuple[tuple, Call]] = []
+        # Operations named SYNC_NAME that have taken longer than a SLICE: their keys, and their calls. A thread waits for
+        # each, unless an exception of a signal handler has ended the wait.
+        self._long: list[tuple[tuple, Call]] = []
         self._warned: set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
@@ -740,7 +742,7 @@ class Engine:
                     s._invalidate()
                 self._registered = []
                 self._sets = {}
-                self._interrupted = []
+                self._long = []
                 self._slots = {}  # a process set with the same number may have other ranks in the next job
                 for f in self.at_shutdown:
                     f()
@@ -770,7 +772,6 @@ class Engine:
         _finishing = threading.RLock()
         self._lock = threading.RLock()
         self._joining = self._launched = False  # operations of the parent are not those of this process
-        self._main_thread = threading.get_ident()
 
     def initialized(self) -> bool:
         return self._place is not None
@@ -896,11 +897,9 @@ class Engine:
         shapes gives them so that results on a CUDA device need not be allocated while the other ranks wait. If a result
         turns out to have another size, the operation fails.
 
-        If the name is SYNC_NAME, operations of this kind share it if they run in the main thread. Otherwise they have no
-        name. If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
+        If the name is SYNC_NAME, a caller that waits runs the operation after the one of this kind that another thread runs.
+        If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
         """
-        if name is SYNC_NAME:
-            name = self._sync_name(op, process_set)
         if abandoned:
             _library.reap()
         # Most operations of a training step differ from earlier ones at most in the addresses.
@@ -927,19 +926,28 @@ class Engine:
         if wait:
             into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
             call = None
-            if begun is not None:
-                begun.append(None)
             try:
+                if begun is not None:
+                    slot.words[_HANDLE] = _NOT_SUBMITTED
+                    begun.append(None)
                 status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
-                if status == PENDING:
-                    call = Call(slot, slot.words[_HANDLE], results, take, completion)
-                    call.settle()
+                if status:
+                    if status == DUPLICATE_NAME and name is SYNC_NAME:
+                        status = self._run_next(slot, into, _sync_key(op, process_set))
+                    if status == PENDING:
+                        call = Call(slot, slot.words[_HANDLE], results, take, completion)
+                        if name is SYNC_NAME:
+                            self._long.append((_sync_key(op, process_set), call))
+                        call.settle()
             except BaseException:  # of a signal handler
                 call = call or Call(slot, slot.words[_HANDLE], results, take, completion)
-                if begun is not None:
-                    begun[0] = call
-                if name is SYNC_NAME and call.slot is not None:
-                    self._interrupted.append((_sync_key(op, process_set), call))
+                if begun:
+                    if call.number == _NOT_SUBMITTED:
+                        begun.clear()
+                    else:
+                        begun[0] = call
+                if name is SYNC_NAME and call.handle():
+                    self._long.append((_sync_key(op, process_set), call))
                 raise
             if call is None:
                 slot.arrays = None
@@ -952,6 +960,8 @@ class Engine:
                 if take is None and completion is None:
                     return results[0]
                 call = Call(None, 0, results, take, completion)
+            elif name is SYNC_NAME:
+                self._forget((_sync_key(op, process_set), call))
             return call.wait()
         if used is not None:
             slot.words[_HANDLE] = 0
@@ -965,22 +975,24 @@ class Engine:
             raise call.error
         return call
 
-    def _sync_name(self, op: Operation, process_set: ProcessSet) -> str | None:
-        """Returns the name of a blocking operation to which the program has given none.
+    def _run_next(self, slot: Slot, into: int | None, key: tuple) -> int:
+        """Runs an operation named SYNC_NAME after the one of the same key that has the name. It returns the status."""
+        for _ in range(1000):
+            entries = [entry for entry in self._long if entry[0] == key]
+            for entry in entries:
+                entry[1].settle()
+                self._forget(entry)
+            if not entries:  # it has not taken a SLICE yet
+                time.sleep(0.001)
+            status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
+            if status != DUPLICATE_NAME:
+                break
+        return status
 
-        The main thread of each rank has at most one such operation of a kind in flight. So these operations share a name,
-        which stays in the response cache. If a signal has interrupted the wait for the last such operation, this method
-        waits for it, because the operation holds the name, and the next one has the same name at the other ranks.
-        """
-        if threading.get_ident() != self._main_thread:
-            return None
-        if self._interrupted:
-            key = _sync_key(op, process_set)
-            for other, call in self._interrupted:
-                if other == key:
-                    call.settle()
-            self._interrupted = [(other, call) for other, call in self._interrupted if not call.done()]
-        return SYNC_NAME
+    def _forget(self, entry: tuple[tuple, Call]) -> None:
+        """Removes an entry from those that are long, unless another thread has done so."""
+        with contextlib.suppress(ValueError):
+            self._long.remove(entry)
 
     def _prepare(
         self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any,

@@ -3,7 +3,8 @@
 Every operation has a blocking form, which returns the result, and an asynchronous form (``_async``), which returns a
 ``Handle``. The element type of an array is bool, an integer of 8 to 64 bits except uint32 and uint64, float16, float32
 or float64. Operations work on the memory of the arrays. In memory from ``gohvd.alloc`` or from ``alloc`` of this module,
-large operations are faster (docs/execution.md). Ranks match operations by name. They match operations without a name in the order of the calls.
+large operations are faster (docs/execution.md). Ranks match operations by name. They match operations without a name in
+the order of the calls, those of ``allreduce`` apart from those of ``allreduce_async``.
 """
 
 from __future__ import annotations

@@ -299,6 +299,18 @@ class Collectives(Ranks):
             work.wait()
         self.equal(x, float(self.size))
 
+    def test_interrupted_submission(self) -> None:
+        """A signal handler raises an exception just before a call is submitted, which then does not count."""
+        if not hasattr(dist.AllreduceOptions(), "asyncOp"):
+            self.skipTest("needs options with asyncOp")
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        if self.rank == 0:
+            with mock.patch.object(_engine.waiting, "hvd_run", side_effect=InterruptedError):
+                self.assertRaises(InterruptedError, dist.all_reduce, x)
+        dist.all_reduce(x)
+        self.equal(x, float(self.size**2))
+
     def test_interrupted_sparse(self) -> None:
         """A signal handler raises an exception between the two calls of the group for a sparse tensor, or just after one of
         them. The group makes both, as at the other ranks.

@@ -102,6 +102,27 @@ class InTheJob(programs.Bounded):
             t.join()
         self.assertEqual(failures, [])
 
+    def test_unnamed_in_threads(self) -> None:
+        """Rank 0 runs its unnamed operations in other threads than the other ranks. Some take longer than a SLICE."""
+        hvd.init()
+        results: list[float] = []
+
+        def work() -> None:
+            for _ in range(40):
+                if len(results) == 20 and hvd.rank() > 0:
+                    time.sleep(1.5)  # a thread of rank 0 waits for this rank, and the others wait for that thread
+                results.append(float(hvd.allreduce([1.0], op=hvd.Sum)[0]))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads:
+            if hvd.rank() == 0:
+                t.start()
+            else:
+                work()
+        for t in threads if hvd.rank() == 0 else []:
+            t.join()
+        self.assertEqual(results, [float(hvd.size())] * 160)
+
     def outcomes(self, wait: Callable[[Any], None]) -> None:
         """Calls wait for operations that succeed and one that fails. Afterwards their outcomes must be known."""
         n = hvd.size()
