@@ -390,12 +390,13 @@ def error(status: int) -> Exception:
     e = _Error(ctypes.sizeof(_Error))
     quick.hvd_last_error(ctypes.byref(e))
     text = e.text.decode(errors="replace") if e.status == status else f"hvd: the operation failed with status {status}"
+    operation, tensor = e.operation, e.tensor  # copies, because hvd_check may free the texts of e
     told = told or status == _PEER or quick.hvd_check() != SUCCESS
     if status == _USAGE:
         return ValueError(text)
     if status == DUPLICATE_NAME:
         return ValueError(
-            f'hvd: {e.operation.decode()} "{e.tensor.decode()}": a tensor with the same name as another tensor that is '
+            f'hvd: {operation.decode()} "{tensor.decode()}": a tensor with the same name as another tensor that is '
             "currently being processed, or whose handle was not synchronized; use another name, or synchronize first"
         )
     if status == _MISMATCH:
