@@ -1,7 +1,7 @@
 """The functions and types of libgohvd, the library that runs the engine of a rank in this process (docs/c-api.md).
 
-gohvd.h says what each function does. A function that waits is called for at most ``SLICE`` seconds at a time, so that
-signal handlers run soon.
+gohvd.h says what each function does. A function that waits for other ranks is called for at most ``SLICE`` seconds at a
+time, so that signal handlers run soon.
 """
 
 from __future__ import annotations
