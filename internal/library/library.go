@@ -111,7 +111,7 @@ func (l *Library) Init(o InitOptions) Handle {
 			return err
 		}
 		if c != nil {
-			r, err := l.sidecars.join(c, &o)
+			r, err := l.sidecars.join(ctx, c, &o)
 			if err == nil {
 				l.running.Store(r)
 			}

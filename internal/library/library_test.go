@@ -76,13 +76,15 @@ func TestFailedShutdown(t *testing.T) {
 
 // TestFailedShutdownEndsInit fails a process whose Init begins while a failed Shutdown is in progress.
 func TestFailedShutdownEndsInit(t *testing.T) {
-	l := New(nil, goMemory)
+	l := newLibrary(t, hvdd(t))
 	end := l.joining.stop() // as a Shutdown that waits for l.changing, which Init gets first
 	defer end()
-	h := l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": "file://" + filepath.Join(t.TempDir(), "job"),
-		"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}})
-	if err := l.Wait(h, time.Minute, nil); !errors.Is(err, context.Canceled) {
-		t.Errorf("got %v, want context.Canceled", err)
+	for _, sidecar := range []string{"", "spawn"} {
+		h := l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": "file://" + filepath.Join(t.TempDir(), "job"),
+			"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HVD_SIDECAR": sidecar}})
+		if err := l.Wait(h, time.Minute, nil); !errors.Is(err, context.Canceled) {
+			t.Errorf("sidecar %q: got %v, want context.Canceled", sidecar, err)
+		}
 	}
 }
 

@@ -68,12 +68,12 @@ func (s *sidecars) open(op string, settings map[string]string) (c *client.Client
 }
 
 // join joins the job with the rank of the sidecar.
-func (s *sidecars) join(c *client.Client, o *InitOptions) (*rank.Rank, error) {
+func (s *sidecars) join(ctx context.Context, c *client.Client, o *InitOptions) (*rank.Rank, error) {
 	if o.MPIComm != nil {
 		return nil, &engine.UsageError{Op: "init",
 			Err: errors.New("got an MPI communicator, which a sidecar cannot use: unset HVD_SIDECAR")}
 	}
-	return c.Init(context.Background(), config.Environ(), o.Settings, o.Sets)
+	return c.Init(ctx, config.Environ(), o.Settings, o.Sets)
 }
 
 // sidecarOf returns the connection to the sidecar that runs the engine of r, or nil if this process runs it.

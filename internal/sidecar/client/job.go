@@ -100,7 +100,8 @@ func (c *Client) changed(environ []string, given map[string]string) map[string]s
 }
 
 // Init joins the job and waits until all ranks have joined. environ is the environment now; settings that
-// have changed in it since Open override those of the sidecar, and given overrides both.
+// have changed in it since Open override those of the sidecar, and given overrides both. If ctx ends before,
+// Init ends the connection, because otherwise the sidecar would join the job nevertheless.
 func (c *Client) Init(ctx context.Context, environ []string, given map[string]string,
 	sets [][]int) (*rank.Rank, error) {
 	q := &sidecarpb.Init{Settings: c.changed(environ, given)}
@@ -120,6 +121,9 @@ func (c *Client) Init(ctx context.Context, environ []string, given map[string]st
 		err = errors.New("init: the answer of the sidecar does not say which rank this is")
 	}
 	if err != nil {
+		if ctx.Err() != nil {
+			c.fail("the process has failed while it joined the job")
+		}
 		c.leave(j) // it has no effect if the process was in a job before
 		return nil, err
 	}
