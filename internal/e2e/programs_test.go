@@ -56,6 +56,8 @@ func program(name string) int {
 		return 0
 	case "elastic-steps":
 		return ended(trainSteadily(ctx))
+	case "elastic-alone":
+		return ended(startAlone(ctx))
 	case "elastic-votes":
 		return ended(voteForSteps(ctx))
 	case "elastic-ahead":
