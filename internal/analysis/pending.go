@@ -49,7 +49,9 @@ type Waiting struct {
 	Ranks    []int             `json:"ranks"`      // the ranks that have asked for the tensors
 	Longest  time.Duration     `json:"longest_ns"` // the longest time that one of the tensors has waited
 	Missing  []Missing         `json:"missing"`    // the ranks that have not asked for the tensors
-	Silent   []int             `json:"silent"`     // the ranks that did not answer; they may be members
+	// Silent has the ranks of which this is not known, because they did not answer, or because not all of
+	// their pending operations are in their snapshots.
+	Silent []int `json:"silent"`
 }
 
 // Missing is a rank that has not asked for a tensor.
@@ -339,8 +341,8 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 	}
 	for _, r := range members {
 		list := &t.missing
-		if v := views[r]; v == nil || v.NotShown > 0 && v.pending[t.tensorKey] == nil {
-			list = &t.silent // the tensor may be one of those that are not in the snapshot
+		if v := views[r]; v == nil {
+			list = &t.silent
 		} else if p := v.pending[t.tensorKey]; p != nil && p.Begun > 0 {
 			list = &t.inside
 		} else if p != nil && p.Granted > 0 {
@@ -351,6 +353,8 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 			list = &t.ended
 		} else if v.joined[t.set] {
 			continue // a rank that has joined is never missing, because it takes part as an absent rank
+		} else if v.NotShown > 0 {
+			list = &t.silent // the tensor may be one of those that are not in the snapshot
 		}
 		*list = append(*list, r)
 	}

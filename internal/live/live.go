@@ -33,21 +33,17 @@ const (
 	leastWait = time.Second
 )
 
-// MaxOperations returns the number of recent operations in the state of a rank. They show how far it is, if
-// the ranks were asked at slightly different moments. size is the number of ranks of the job.
-func MaxOperations(size int) int {
-	return min(max(operationsOfAll/max(size, 1), leastOperations), mostOperations)
-}
-
-// MaxPending returns the maximum number of pending operations in the state of a rank. size is the number of
-// ranks of the job.
-func MaxPending(size int) int { return min(max(pendingOfAll/max(size, 1), leastPending), mostPending) }
-
-// Pending returns those of the pending operations, the oldest first, that the state of a rank has: the oldest
-// one, and all that have waited for so long that something may be wrong. at is the time now.
-func Pending(all []trace.Record, at time.Duration) []trace.Record {
-	n := sort.Search(len(all), func(i int) bool { return at-all[i].Submitted < leastWait })
-	return all[:min(max(n, 1), len(all))]
+// Limit limits the operations in the snapshot of a rank to those that its state has. Of the operations that
+// have ended, these are the most recent ones, which show how far the rank is if the ranks were asked at
+// slightly different moments. Of the pending operations, these are the oldest one and those that have waited
+// for so long that something may be wrong. Snapshot.NotShown has the number of the others.
+func Limit(about *recorder.About) {
+	size := max(about.Size, 1)
+	about.MaxOperations = min(max(operationsOfAll/size, leastOperations), mostOperations)
+	long := sort.Search(len(about.Pending), func(i int) bool {
+		return about.At-about.Pending[i].Submitted < leastWait
+	})
+	about.MaxPending = min(max(long, 1), max(pendingOfAll/size, leastPending), mostPending)
 }
 
 // Rank is the state of a rank at one moment.
@@ -453,11 +449,20 @@ type Problem struct {
 	Missing []int `json:"missing,omitempty"`
 }
 
-// addRankProblems adds what is wrong in a job of ranks.
+// addRankProblems adds what is wrong in a job of ranks. A rank that has answered is not to blame for a tensor
+// that may be one of its operations that are not shown.
 func (j *Job) addRankProblems(stalls []Stall) {
 	f := j.Findings
+	silent := make([]int, len(f.Silent)) // in ascending order
+	for i, s := range f.Silent {
+		silent[i] = s.Rank
+	}
 	for i := range f.Waiting {
 		w := &f.Waiting[i]
+		w.Silent = slices.DeleteFunc(w.Silent, func(r int) bool {
+			_, is := slices.BinarySearch(silent, r)
+			return !is
+		})
 		if w.Longest < leastWait || len(w.Missing)+len(w.Silent) == 0 {
 			continue
 		}
@@ -474,10 +479,6 @@ func (j *Job) addRankProblems(stalls []Stall) {
 		if r := &f.Running[i]; r.Longest >= leastWait && len(r.Inside)+len(r.Queued) > 0 {
 			j.Problems = append(j.Problems, Problem{Text: r.Text()})
 		}
-	}
-	silent := make([]int, len(f.Silent))
-	for i, s := range f.Silent {
-		silent[i] = s.Rank
 	}
 	for _, text := range f.SilentText() {
 		j.Problems = append(j.Problems, Problem{Text: text, Missing: silent})

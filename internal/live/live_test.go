@@ -156,25 +156,59 @@ func TestJobOfNodes(t *testing.T) {
 	}
 }
 
-// The state of a rank has only pending operations that may be a problem, and the oldest one.
-func TestPending(t *testing.T) {
+// The state of a rank has only pending operations that may be a problem, and the oldest one. Their number is
+// limited by the number of ranks.
+func TestLimit(t *testing.T) {
 	all := []trace.Record{{Submitted: time.Second}, {Submitted: 3 * time.Second},
 		{Submitted: 5 * time.Second}}
 	for at, want := range map[time.Duration]int{time.Second: 1, 2 * time.Second: 1, 4 * time.Second: 2,
 		5500 * time.Millisecond: 2, 6 * time.Second: 3} {
-		if got := live.Pending(all, at); len(got) != want {
-			t.Errorf("at %v: got %d, want %d", at, len(got), want)
+		about := recorder.About{Pending: all, At: at}
+		if live.Limit(&about); about.MaxPending != want {
+			t.Errorf("at %v: got %d, want %d", at, about.MaxPending, want)
 		}
 	}
-	if got := live.Pending(nil, time.Second); len(got) != 0 {
-		t.Errorf("got %v, want none", got)
+	for size, want := range map[int]int{0: 1024, 1: 1024, 64: 1024, 256: 256, 4096: 64} {
+		about := recorder.About{Pending: make([]trace.Record, 2000), At: time.Hour, Size: size}
+		if live.Limit(&about); about.MaxPending != want {
+			t.Errorf("%d ranks: got %d, want %d", size, about.MaxPending, want)
+		}
 	}
 }
 
-func TestMaxPending(t *testing.T) {
-	for size, want := range map[int]int{0: 1024, 1: 1024, 64: 1024, 256: 256, 4096: 64} {
-		if got := live.MaxPending(size); got != want {
-			t.Errorf("%d ranks: got %d, want %d", size, got, want)
+// Rank 1 has called w later than rank 0, less than a second ago, or has ended it since rank 0 was asked. Rank
+// 2 has not called it, and is the only one that is missing.
+func TestLaterRankIsNotMissing(t *testing.T) {
+	record := func(name string, submitted time.Duration) trace.Record {
+		return trace.Record{Kind: message.Allreduce, Name: name, Submitted: submitted}
+	}
+	pending := [][]trace.Record{{record("w", 18*time.Second)}, {record("u", 19200*time.Millisecond),
+		record("v", 19300*time.Millisecond), record("w", 19500*time.Millisecond)}, {}}
+	ended := record("w", 18100*time.Millisecond)
+	ended.Number, ended.Ended = 1, 19*time.Second
+	for _, c := range []struct {
+		ended   []trace.Record // at rank 1
+		pending int
+		missing [][]int
+	}{{nil, 3, [][]int{{2}}}, {[]trace.Record{ended}, 2, nil}} {
+		ranks := make(map[int]*live.Rank)
+		for r := range pending {
+			of := recorder.New(8)
+			about := recorder.About{Rank: r, Size: 3, At: 20 * time.Second, Pending: pending[r]}
+			if r == 1 {
+				of.Record(&trace.Operation{Records: c.ended})
+				about.Pending = pending[r][:c.pending]
+			}
+			live.Limit(&about)
+			ranks[r] = live.NewRank(of.Dump(about), &trace.Stats{})
+		}
+		j := live.OfRanks(live.About{What: live.Ranks, Size: 3}, time.Unix(100, 0), ranks, nil, nil)
+		var missing [][]int
+		for _, p := range j.Problems {
+			missing = append(missing, p.Missing)
+		}
+		if !reflect.DeepEqual(missing, c.missing) {
+			t.Errorf("rank 1 has ended %v: got %+v, want the missing ranks %v", c.ended, j.Problems, c.missing)
 		}
 	}
 }

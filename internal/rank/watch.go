@@ -230,8 +230,7 @@ func (r *Watch) answer() {
 // one with the given sequence number.
 func (r *Watch) state(since uint64) []byte {
 	about := r.about("requested by the launcher")
-	about.MaxOperations, about.MaxPending = live.MaxOperations(r.cfg.Size), live.MaxPending(r.cfg.Size)
-	about.Pending = live.Pending(about.Pending, about.At)
+	live.Limit(&about)
 	stats := r.Stats()
 	s := live.NewRank(r.recorder.Dump(about), &stats)
 	s.Timeline = r.timeline.file()
