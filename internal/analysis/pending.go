@@ -58,8 +58,8 @@ type Waiting struct {
 type Missing struct {
 	Rank int `json:"rank"`
 	// Times is how often the rank has called the operation on the first of the tensors before, as far as its
-	// recorder goes back. Complete is set if the recorder goes back to the start of the epoch. Ago is the
-	// time since the last of these calls ended.
+	// recorder goes back. Complete is set if the recorder goes back to the start of the epoch, and is on. Ago
+	// is the time since the last of these calls ended.
 	Times    int           `json:"times"`
 	Complete bool          `json:"complete"`
 	Ago      time.Duration `json:"ago_ns"`
@@ -98,7 +98,9 @@ type Rank struct {
 	// Waited is how long the rank has waited for it.
 	First  *trace.Record `json:"first,omitempty"`
 	Waited time.Duration `json:"waited_ns"`
-	// Last is the operation that ended last, or nil if no operation has ended. Ago is the time since its end.
+	// Last is the operation that ended last, or nil if no operation has ended, or if the rank has no flight
+	// recorder (Off). Ago is the time since its end.
+	Off  bool          `json:"recorder_off,omitempty"`
 	Last *trace.Record `json:"last,omitempty"`
 	Ago  time.Duration `json:"ago_ns"`
 }
@@ -214,7 +216,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 // state returns the rank's entry for Findings.Ranks.
 func (v *view) state() Rank {
 	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown,
-		0)}
+		0), Off: v.Off}
 	for i := range v.Pending {
 		if p := &v.Pending[i]; s.First == nil || p.Submitted < s.First.Submitted {
 			s.First, s.Waited = p, v.ago(p.Submitted)
@@ -399,7 +401,7 @@ func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
 		}
 		for _, r := range t.missing {
 			v := views[r]
-			m := Missing{Rank: r, Complete: v.Recorded <= uint64(len(v.Operations))}
+			m := Missing{Rank: r, Complete: !v.Off && v.Recorded <= uint64(len(v.Operations))}
 			if c := v.ended[t.tensorKey]; c != nil {
 				m.Times, m.Ago = c.times, v.ago(c.last.Ended)
 			}

@@ -57,7 +57,8 @@ type Snapshot struct {
 	Pending  []trace.Record `json:"pending"`
 	NotShown int            `json:"pending_not_shown,omitempty"`
 	// Recorded is the total number of operations that have ended. Operations has the most recent of them, the
-	// oldest first.
+	// oldest first. Both are empty if Off is set, because the rank has no flight recorder.
+	Off        bool           `json:"recorder_off,omitempty"`
 	Recorded   uint64         `json:"recorded"`
 	Operations []trace.Record `json:"operations"`
 }

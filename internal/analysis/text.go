@@ -120,11 +120,12 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	join := w.Kind == message.Join
 	list(b, len(w.Missing), shown, "ranks", func(i int) {
 		m := &w.Missing[i]
+		at := slices.IndexFunc(f.Ranks, func(r Rank) bool { return r.Rank == m.Rank })
 		var times string
 		switch first := fmt.Sprintf("%q", w.Names[0]); {
 		case join && m.Times == 0:
 			times = "has not joined"
-		case strings.HasPrefix(w.Names[0], anyRank):
+		case strings.HasPrefix(w.Names[0], anyRank) || at >= 0 && f.Ranks[at].Off:
 			times = "has not called it"
 		case m.Times == 0 && !m.Complete:
 			times = "has not called it since the oldest entry of its flight recorder"
@@ -138,7 +139,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 				span(m.Ago))
 		}
 		where := ""
-		if at := slices.IndexFunc(f.Ranks, func(r Rank) bool { return r.Rank == m.Rank }); at >= 0 {
+		if at >= 0 {
 			where = "; " + f.Ranks[at].Describe()
 		}
 		fmt.Fprintf(b, "  rank %d %s%s\n", m.Rank, times, where)
@@ -224,7 +225,10 @@ func (r *Rank) Describe() string {
 			text += fmt.Sprintf(" and for %d more operations", more)
 		}
 	}
-	if r.Last == nil {
+	switch {
+	case r.Off:
+		return text
+	case r.Last == nil:
 		return text + "; no operation has ended"
 	}
 	text += fmt.Sprintf("; its last operation was %s, which ended %s ago",

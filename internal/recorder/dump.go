@@ -93,7 +93,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 		Start: about.Clock.Start.Round(0), Domain: clip(about.Clock.Domain),
 		Monotonic: about.Clock.Monotonic,
 		Measured:  about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
-		Recorded: total, Operations: slots, NotShown: max(len(about.Pending)-mostPending, 0),
+		Off: r == nil, Recorded: total, Operations: slots, NotShown: max(len(about.Pending)-mostPending, 0),
 	}
 	for _, text := range about.Stalls {
 		d.Stalls = append(d.Stalls, cut(text, maxTextBytes))

@@ -318,6 +318,15 @@ func TestStateOfEachRank(t *testing.T) {
 			t.Errorf("got\n%s\nwant\n%s", lines[i], want)
 		}
 	}
+	j[0].Recorder = nil
+	j[1].waits(time.Second, "grad/0")
+	text := analysis.Analyse(dumps(t, j[:2]...), 2, nil).Text()
+	for _, want := range []string{"\n  rank 0 has not called it; no operation is pending\n",
+		"\n  rank 0 (host h0, pid 100): no operation is pending\n"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("without a flight recorder: got\n%s\nwant %q", text, want)
+		}
+	}
 	if len(lines) != 64+2 || lines[64] != "  ... and 6 more ranks" {
 		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-2])
 	}

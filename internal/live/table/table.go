@@ -262,7 +262,10 @@ func (s *States) Cells() (titles []string, rows [][]string) {
 // doing says what a rank does.
 func doing(r *analysis.Rank) (state, string) {
 	if r.First == nil {
-		if r.Last == nil {
+		switch {
+		case r.Off:
+			return outside, "no operation"
+		case r.Last == nil:
 			return outside, "no operation yet"
 		}
 		return outside, fmt.Sprintf("%s since %v %s", short(r.Ago), r.Last.Kind, name(r.Last.Name))
