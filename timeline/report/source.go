@@ -35,6 +35,7 @@ const (
 // source is one timeline file of a rank, or what a rank of a running job has recorded.
 type source struct {
 	path    string
+	given   bool         // whether Open got this path, not only that of its folder or of rank 0's file
 	entries []live.Entry // used instead of a file if path is empty
 
 	// survey sets the following fields. Times are in ns, except that start is in microseconds since 1970.
@@ -274,10 +275,10 @@ type Job struct {
 	running bool
 }
 
-// Open finds and surveys the files of a job. Each path is a folder or a rank's file. If a path is rank
-// 0's file, Open also uses the files of the other ranks in the same folder. It leaves out files of other jobs
-// and files that it cannot read. bad is set if a path does not exist, or if a path names a file that cannot
-// be read. err is set if no file can be used.
+// Open finds and surveys the files of a job. Each path is a folder or a rank's file. If a path is rank 0's
+// file, Open also uses the files of the other ranks in the same folder. It leaves out files that it cannot
+// read, and files of other jobs than that of the newest file in paths, or without one in folders. bad is set
+// if a path does not exist, or if a path names a file that cannot be read. err is set if no file can be used.
 //
 // A report reads each file twice, and a merge reads it once more.
 func Open(paths []string) (job *Job, bad error, err error) {
@@ -297,11 +298,12 @@ func Open(paths []string) (job *Job, bad error, err error) {
 			s, err := all[i].source, all[i].err
 			path := s.path
 			seen = append(seen, path)
+			s.given = slices.ContainsFunc(paths, func(p string) bool { return filepath.Clean(p) == path })
 			if err == nil {
 				sources = append(sources, s)
 				continue
 			}
-			if len(found) == 1 || filepath.Clean(p) == filepath.Clean(path) {
+			if len(found) == 1 || s.given {
 				bad = errors.Join(bad, err)
 			}
 			j.problems = append(j.problems, "a file is left out: "+err.Error())
@@ -323,13 +325,21 @@ func (j *Job) problemf(format string, args ...any) {
 }
 
 // arrange sorts the files of a job by rank and segment. If the files belong to several jobs, arrange keeps
-// only the files of the job that started last.
+// only the files of one: among the given files, or all files if none is given, that which started last.
 func (j *Job) arrange(sources []*source) {
 	slices.SortStableFunc(sources, func(a, b *source) int {
 		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment),
 			cmp.Compare(a.start, b.start))
 	})
-	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
+	newest := slices.MaxFunc(sources, func(a, b *source) int {
+		switch {
+		case a.given == b.given:
+			return cmp.Compare(a.start, b.start)
+		case a.given:
+			return 1
+		}
+		return -1
+	})
 	j.size = newest.size
 	named := newest // the newest file of this job that contains the job's name
 	for _, s := range sources {
