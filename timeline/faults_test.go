@@ -411,12 +411,21 @@ func TestBadPaths(t *testing.T) {
 	}
 }
 
-// Start removes the files of an earlier timeline with the same path, and no other files.
+// Start removes the files of an earlier timeline with the same path, and no other files, as a timeline
+// t.2.json.
 func TestLeftovers(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "t.json")
 	old := testConfig(filepath.Join(dir, "t.2.json"))
 	mustClose(t, mustStart(t, old, quick))
+	text, err := os.ReadFile(old.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = bytes.Replace(text, []byte(`"segment":1,`), []byte(`"segment":5,`), 1)
+	if err := os.WriteFile(filepath.Join(dir, "t.5.json"), text, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	rank := testConfig(PathOf(path, 1))
 	mustClose(t, mustStart(t, rank, quick))
 	for _, name := range []string{"t.1.json", "t.x.json", "t.03.json", ".t.json.new"} {
@@ -438,7 +447,7 @@ func TestLeftovers(t *testing.T) {
 		t.Errorf("got %d operations in the file that the link names", n)
 	}
 	if got, want := fmt.Sprint(folder(t, dir)),
-		"[link.json t.03.json t.1.json t.json t.rank1.json t.x.json]"; got != want {
+		"[link.json t.03.json t.1.json t.2.json t.json t.rank1.json t.x.json]"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
 }

@@ -152,8 +152,8 @@ func (d *disk) create() (*os.File, error) {
 // but at most 64 MiB, because viewers are slow with larger files and copying a growing file takes longer.
 func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 
-// segments returns the names of the closed segments of path. These are the files that have the name of a
-// numbered segment and whose content is a timeline.
+// segments returns the names of the closed segments of path. These are the files that have the name and the
+// content of a segment with the same number.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
 	stem, ext := split(base)
@@ -164,20 +164,20 @@ func segments(path string) (names []string, err error) {
 			continue
 		}
 		number, ok = strings.CutSuffix(number, ext)
-		if n, err := strconv.ParseUint(number, 10, 31); !ok || err != nil ||
-			strconv.FormatUint(n, 10) != number {
+		n, err := strconv.ParseUint(number, 10, 31)
+		if !ok || err != nil || strconv.FormatUint(n, 10) != number {
 			continue
 		}
-		if name := dir + e.Name(); isTimeline(name) {
+		if name := dir + e.Name(); isSegment(name, n) {
 			names = append(names, name)
 		}
 	}
 	return names, err
 }
 
-// isTimeline reports whether a file begins as a timeline does. A file that has the name of a segment but is
-// not a timeline must not be removed.
-func isTimeline(name string) bool {
+// isSegment reports whether a file begins as a segment with the given number does. A file that has the name
+// of a segment but is none must not be removed.
+func isSegment(name string, number uint64) bool {
 	f, err := os.Open(name)
 	if err != nil {
 		return false
@@ -191,7 +191,8 @@ func isTimeline(name string) bool {
 	}
 	head := make([]byte, 1<<10)
 	n, _ := io.ReadFull(r, head) // the file may be shorter than head
-	return bytes.Contains(head[:n], []byte(`"hvd_rank"`))
+	return bytes.Contains(head[:n], []byte(`"hvd_rank"`)) &&
+		bytes.Contains(head[:n], fmt.Appendf(nil, `,"segment":%d,`, number))
 }
 
 // remove removes a file. If the file does not exist it returns nil.
