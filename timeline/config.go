@@ -1,9 +1,7 @@
 package timeline
 
 import (
-	"path/filepath"
 	"strconv"
-	"strings"
 	"time"
 
 	"go.uber.org/zap"
@@ -76,20 +74,6 @@ func PathOf(path string, rank int) string {
 
 // beside returns the path with a word inserted before the extension.
 func beside(path, word string) string {
-	stem, ext := split(path)
+	stem, ext := outfile.Split(path)
 	return stem + "." + word + ext
-}
-
-// split splits a path before its extension. The extension of a compressed file has two parts, such as
-// .json.gz.
-func split(path string) (stem, ext string) {
-	base := filepath.Base(path)
-	ext = filepath.Ext(base)
-	if ext == ".gz" {
-		ext = filepath.Ext(strings.TrimSuffix(base, ext)) + ext
-	}
-	if ext == base {
-		ext = "" // here the dot is the first character of a hidden file's name
-	}
-	return strings.TrimSuffix(path, ext), ext
 }

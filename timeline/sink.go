@@ -156,7 +156,7 @@ func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 // content of a segment with the same number.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
-	stem, ext := split(base)
+	stem, ext := outfile.Split(base)
 	entries, err := os.ReadDir(filepath.Clean(dir + "."))
 	for _, e := range entries {
 		number, ok := strings.CutPrefix(e.Name(), stem+".")

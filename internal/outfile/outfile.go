@@ -26,6 +26,20 @@ func Device(path string) bool {
 		strings.HasPrefix(path, "/proc/")
 }
 
+// Split splits a path before its extension. The extension of a compressed file has two parts, such as
+// .json.gz.
+func Split(path string) (stem, ext string) {
+	base := filepath.Base(path)
+	ext = filepath.Ext(base)
+	if ext == ".gz" {
+		ext = filepath.Ext(strings.TrimSuffix(base, ext)) + ext
+	}
+	if ext == base {
+		ext = "" // here the dot is the first character of a hidden file's name
+	}
+	return strings.TrimSuffix(path, ext), ext
+}
+
 // Resolve follows the links of this user and of root at path, and returns the path of the file, which need
 // not exist. The caller must open that path with O_NOFOLLOW, unless it is a Device. A link of another user is
 // an error.

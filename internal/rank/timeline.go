@@ -13,6 +13,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline"
 )
@@ -241,9 +242,6 @@ func beforeExt(path, text string) string {
 	if timeline.PathOf(path, 1) == path {
 		return path
 	}
-	ext := filepath.Ext(strings.TrimSuffix(path, ".gz"))
-	if strings.HasSuffix(path, ".gz") {
-		ext += ".gz"
-	}
-	return strings.TrimSuffix(path, ext) + text + ext
+	stem, ext := outfile.Split(path)
+	return stem + text + ext
 }

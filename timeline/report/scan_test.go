@@ -12,6 +12,9 @@ import (
 	"syscall"
 	"testing"
 	"testing/iotest"
+
+	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/timeline"
 )
 
 // records returns the records that a scanner reads from r until the end or an error, and the error.
@@ -250,9 +253,15 @@ func TestDamaged(t *testing.T) {
 
 func TestFind(t *testing.T) {
 	dir := t.TempDir()
-	for _, n := range []string{"t.json", "t.1.json", "t.rank1.json", "t.rank12.3.json", "t.json.gz",
-		"tt.json", "t.rankx.json", "t.x.json", "u", "u.rank1", "u.rank1.2",
-		"u.2", "z.json.gz", "z.rank3.json.gz", "z.rank3.2.json.gz", ".hidden"} {
+	names := []string{"t.json", "t.1.json", "t.rank1.json", "t.rank12.3.json", "t.json.gz",
+		"tt.json", "t.rankx.json", "t.x.json", "z.json.gz", "z.rank3.json.gz", "z.rank3.2.json.gz", ".hidden"}
+	for _, path := range []string{"u", "v.gz", "w.12345"} {
+		for _, n := range []string{path, timeline.PathOf(path, 1)} {
+			stem, extension := outfile.Split(n)
+			names = append(names, n, stem+".2"+extension) // as a segment is named
+		}
+	}
+	for _, n := range names {
 		put(t, dir, n, "")
 	}
 	if err := os.Mkdir(filepath.Join(dir, "t.rank7.json"), 0o700); err != nil {
@@ -262,8 +271,12 @@ func TestFind(t *testing.T) {
 		"t.json":          "t.1.json t.json t.rank1.json t.rank12.3.json",
 		"t.rank12.3.json": "t.rank12.3.json",
 		"t.rank1.json":    "t.rank1.json",
-		"u":               "u u.2 u.rank1 u.rank1.2",
-		"u.rank1":         "u.rank1 u.rank1.2",
+		"u":               "u u.2 u.2.rank1 u.rank1",
+		"u.rank1":         "u.2.rank1 u.rank1",
+		"v.gz":            "v.2.gz v.2.rank1.gz v.gz v.rank1.gz",
+		"v.rank1.gz":      "v.2.rank1.gz v.rank1.gz",
+		"w.12345":         "w.12345 w.2.12345 w.rank1.12345 w.rank1.2.12345",
+		"w.rank1.12345":   "w.rank1.12345 w.rank1.2.12345",
 		"z.json.gz":       "z.json.gz z.rank3.2.json.gz z.rank3.json.gz",
 		"z.rank3.json.gz": "z.rank3.2.json.gz z.rank3.json.gz",
 	} {
@@ -275,7 +288,7 @@ func TestFind(t *testing.T) {
 			t.Errorf("%s: got %q, %v, want %q", path, got, err, want)
 		}
 	}
-	if got, err := find(dir); err != nil || len(got) != 15 {
+	if got, err := find(dir); err != nil || len(got) != 23 {
 		t.Errorf("got %q, %v, want all but what is hidden and the folder", got, err)
 	}
 }

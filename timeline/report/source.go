@@ -23,6 +23,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/outfile"
 )
 
 const (
@@ -59,10 +60,12 @@ type source struct {
 // showed at + offset, with an error of at most err. All three are in ns.
 type clockPoint struct{ at, offset, err int64 }
 
+// What is between the stem and the extension of rank 0's file in the names of the files and segments of all
+// ranks (timeline.PathOf). In names without an extension, a segment of rank 1 has .rank1 as the extension.
 var (
 	siblingPart = regexp.MustCompile(`^(\.rank[0-9]{1,5})?(\.[0-9]{1,9})?$`)
+	plainPart   = regexp.MustCompile(`^(\.[0-9]{1,9})?(\.rank[0-9]{1,5})?$`)
 	segmentPart = regexp.MustCompile(`^(\.[0-9]{1,9})?$`)
-	ownPart     = regexp.MustCompile(`\.(rank[0-9]{1,5}|[0-9]{1,9})$`)
 	rankEnd     = regexp.MustCompile(`\.rank[0-9]{1,5}$`)
 )
 
@@ -79,18 +82,14 @@ func find(path string) ([]string, error) {
 	if !info.IsDir() {
 		var base string
 		dir, base = filepath.Split(path)
-		base, gz := strings.CutSuffix(base, ".gz")
-		extension := filepath.Ext(base)
-		if ownPart.MatchString(extension) {
-			extension = ""
-		}
-		stem := strings.TrimSuffix(base, extension)
-		if gz {
-			extension += ".gz"
-		}
+		stem, extension := outfile.Split(base)
+		kind := strings.TrimSuffix(extension, ".gz")
 		part := siblingPart
-		if rankEnd.MatchString(stem) {
+		switch {
+		case rankEnd.MatchString(stem) || rankEnd.MatchString(kind):
 			part = segmentPart
+		case kind == "":
+			part = plainPart
 		}
 		keep = func(name string) bool {
 			rest, starts := strings.CutPrefix(name, stem)
