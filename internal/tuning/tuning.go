@@ -79,6 +79,11 @@ type change struct {
 // New returns a Tuner, which does nothing before Start. It reads cfg.File and creates cfg.LogPath. An error
 // names the setting and the file.
 func New(cfg Config) (*Tuner, error) {
+	for _, path := range []*string{&cfg.File, &cfg.LogPath} { // the program may change its working directory
+		if whole, err := filepath.Abs(*path); err == nil && *path != "" {
+			*path = whole
+		}
+	}
 	t := &Tuner{cfg: cfg, steps: make(chan step, 16), changes: make(chan change, 1),
 		stop: make(chan struct{})}
 	start, err := cfg.load()
@@ -262,18 +267,23 @@ func (t *Tuner) writeLog() error {
 	return nil
 }
 
-// save replaces the file with tuned settings. If it fails, the old file is unchanged.
+// save replaces the file with tuned settings. If it fails, the old file is unchanged. If the path is a
+// symbolic link, the file that it points to is replaced.
 func (t *Tuner) save() (err error) {
 	if t.cfg.File == "" {
 		return nil
 	}
-	f, err := os.CreateTemp(filepath.Dir(t.cfg.File), ".autotune-*")
+	path, err := outfile.Resolve(t.cfg.File)
+	if err != nil {
+		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", t.cfg.File, err)
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), ".autotune-*")
 	if err != nil {
 		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", t.cfg.File, err)
 	}
 	err = errors.Join(autotune.Save(f, t.search.Best(), t.search.BestScore()), f.Chmod(0o644), f.Close())
 	if err == nil {
-		err = os.Rename(f.Name(), t.cfg.File)
+		err = os.Rename(f.Name(), path)
 	}
 	if err != nil {
 		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", t.cfg.File, errors.Join(err, os.Remove(f.Name())))

@@ -203,17 +203,24 @@ func TestNothingToTune(t *testing.T) {
 }
 
 // Close ends a search in progress, in which the program submits nothing more. If at least two rounds have
-// ended, the best settings so far are saved. A later search begins with them.
+// ended, the best settings so far are saved, to the file to which the given link leads. A
+// later search begins with them.
 func TestCloseInTheMiddle(t *testing.T) {
 	for rounds := range 4 {
+		dir := t.TempDir()
+		t.Chdir(dir)
+		if err := os.Symlink("shared.json", "tuned.json"); err != nil {
+			t.Fatal(err)
+		}
 		logged, logs := observer.New(zap.InfoLevel)
 		cfg := tuning.Config{Start: start, OverTCP: true, Search: true, Options: options(),
-			Log: zap.New(logged), Given: func(string) bool { return false },
-			File: filepath.Join(t.TempDir(), "tuned.json")}
+			Log: zap.New(logged), Given: func(string) bool { return false }, File: "tuned.json"}
 		tuner, err := tuning.New(cfg)
 		if err != nil {
 			t.Fatal(err)
 		}
+		t.Chdir(t.TempDir())
+		cfg.File = filepath.Join(dir, "shared.json")
 		tuner.Start(func() {})
 		tried, now := start, time.Duration(0)
 		scores := map[message.Tuning]time.Duration{start: best(start)}
