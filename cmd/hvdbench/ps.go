@@ -29,7 +29,7 @@ const (
 )
 
 // psHead is the first line of the table.
-const psHead = "peer,op,workers,servers,keys,bytes,iters,median_us,min_us,GBps"
+const psHead = "peer,op,workers,servers,keys,bytes,iters,median_us,min_us"
 
 // psBench measures the pushes and pulls of a worker.
 type psBench struct {
@@ -177,9 +177,8 @@ func (b *psBench) time(name string, s psShape, once func() error) error {
 	}
 	slices.Sort(times)
 	micros := func(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
-	median, numBytes := micros(times[len(times)/2]), 4*s.keys*s.len
-	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%d,%.2f,%.2f,%.4f\n", name, b.node.NumWorkers(),
-		b.node.NumServers(), s.keys, numBytes, len(times), median, micros(times[0]),
-		float64(numBytes)/median/1e3)
+	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%d,%.2f,%.2f\n", name, b.node.NumWorkers(),
+		b.node.NumServers(), s.keys, 4*s.keys*s.len, len(times), micros(times[len(times)/2]),
+		micros(times[0]))
 	return err
 }
