@@ -22,9 +22,11 @@ func (r *runner) serveMetrics(j *job, ranks *joblink.Launcher,
 	}
 	hosts := counts.get
 	if j.elastic == nil {
-		names, err := hostNames(j.hosts, j.nodes, j.np)
-		if err != nil {
-			return nil, err
+		names := make([]string, j.np) // with --mpi, mpirun places the ranks
+		if !r.mpi.on {
+			if names, err = hostNames(j.hosts, j.nodes, j.np); err != nil {
+				return nil, err
+			}
 		}
 		hosts = func() ([]string, *metrics.Elastic) { return names, nil }
 	}

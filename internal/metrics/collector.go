@@ -26,6 +26,8 @@ const (
 	labelGo        = "goversion"
 )
 
+const rankInfoName = "hvd_rank_info"
+
 func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(name, help, labels, nil)
 }
@@ -49,7 +51,7 @@ func gauge(name, help string, value func(*trace.Stats) float64) number {
 
 // These metrics are exported by every rank.
 var (
-	rankInfo = desc("hvd_rank_info",
+	rankInfo = desc(rankInfoName,
 		"1, with the rank and host of the process, to be joined with its other metrics.", labelRank,
 		labelHost)
 

@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,8 +37,9 @@ const (
 
 // JobConfig is the configuration of a Job.
 type JobConfig struct {
-	// Ranks returns the host names of the ranks, indexed by rank. In an elastic job it also returns what the
-	// launcher has counted, and otherwise nil.
+	// Ranks returns the host names of the ranks, indexed by rank. A name is empty if the launcher does not
+	// know it; then the rank's answer has it. In an elastic job, Ranks also returns what the launcher has
+	// counted, and otherwise nil.
 	Ranks func() (hosts []string, counts *Elastic)
 	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the answers that it
 	// has received, by rank. Each answer is the result of Text at that rank. If Ask returns an error, it also
@@ -68,6 +70,8 @@ type Job struct {
 	cancel context.CancelFunc
 	asking sync.WaitGroup
 
+	said map[int]string // the hosts that the ranks have named, used by one query after the other
+
 	mu     sync.Mutex
 	closed bool
 	last   *gathering
@@ -93,7 +97,7 @@ func NewJob(cfg JobConfig) *Job {
 		cfg.Log = zap.NewNop()
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	return &Job{cfg: cfg, begun: time.Now(), ctx: ctx, cancel: cancel}
+	return &Job{cfg: cfg, begun: time.Now(), ctx: ctx, cancel: cancel, said: make(map[int]string)}
 }
 
 // Close cancels the queries in progress and waits until they have ended. Later scrapes fail.
@@ -191,19 +195,20 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	r := prometheus.NewRegistry()
 	all := prometheus.Gatherers{r}
 	hosts, counts := j.cfg.Ranks()
-	up := make([]bool, len(hosts))
-	for rank, host := range hosts {
+	hosts, up := slices.Clone(hosts), make([]bool, len(hosts))
+	for rank := range hosts {
+		hosts[rank] = cmp.Or(hosts[rank], j.said[rank])
 		text, answered := answers[rank]
 		if !answered {
 			continue
 		}
-		families, err := parse(rank, host, text)
+		families, host, err := parse(rank, hosts[rank], text)
 		if err != nil {
 			j.cfg.Log.Warn("the metrics of a rank are invalid", zap.Int("rank", rank),
-				zap.String("host", host), zap.Error(err))
+				zap.String("host", hosts[rank]), zap.Error(err))
 			continue
 		}
-		up[rank] = true
+		up[rank], hosts[rank], j.said[rank] = true, host, host
 		all = append(all, prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
 			return families, nil
 		}))
@@ -222,15 +227,23 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	return families, nil
 }
 
-// parse returns the metrics in the answer of a rank. Each has the labels rank and host.
-func parse(rank int, host string, text []byte) ([]*dto.MetricFamily, error) {
+// parse returns the metrics in the answer of a rank. Each has the labels rank and host. If host is empty, it
+// is the one that the rank names, which parse returns.
+func parse(rank int, host string, text []byte) ([]*dto.MetricFamily, string, error) {
 	if len(text) > maxText {
-		return nil, fmt.Errorf("got %d bytes, want at most %d", len(text), maxText)
+		return nil, "", fmt.Errorf("got %d bytes, want at most %d", len(text), maxText)
 	}
 	parser := expfmt.NewTextParser(model.LegacyValidation)
 	named, err := parser.TextToMetricFamilies(bytes.NewReader(text))
 	if err != nil {
-		return nil, fmt.Errorf("got text that is not in Prometheus's text format: %.200w", err)
+		return nil, "", fmt.Errorf("got text that is not in Prometheus's text format: %.200w", err)
+	}
+	for _, m := range named[rankInfoName].GetMetric() {
+		for _, l := range m.Label {
+			if l.GetName() == labelHost {
+				host = cmp.Or(host, l.GetValue())
+			}
+		}
 	}
 	own := []*dto.LabelPair{
 		{Name: new(labelRank), Value: new(strconv.Itoa(rank))}, {Name: new(labelHost), Value: &host},
@@ -248,7 +261,7 @@ func parse(rank int, host string, text []byte) ([]*dto.MetricFamily, error) {
 			})
 		}
 	}
-	return families, nil
+	return families, host, nil
 }
 
 // The names of the launcher's metrics.

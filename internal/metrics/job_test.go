@@ -156,6 +156,22 @@ func TestJob(t *testing.T) {
 	}
 }
 
+// The launcher does not know the hosts. A rank that has answered has the one that its answer named, also
+// later.
+func TestHostsThatRanksName(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		answers := map[int][]byte{1: textOf(t, 1, asIs)}
+		j := metrics.NewJob(metrics.JobConfig{Ranks: ranksOn("", ""),
+			Ask: func(context.Context) (map[int][]byte, error) { return answers, nil }})
+		wantLines(t, shown(t, j), `hvd_up{host="",rank="0"} 0`, `hvd_up{host="h1",rank="1"} 1`,
+			`hvd_queue_depth{host="h1",rank="1"} 5`)
+		time.Sleep(2 * time.Second)
+		answers = nil
+		wantLines(t, shown(t, j), `hvd_up{host="h1",rank="1"} 0`)
+		j.Close()
+	})
+}
+
 // Rank 1 sends an invalid answer. Its hvd_up is 0, and the log says why. The metrics of the other ranks are
 // the same as without this answer.
 func TestBadAnswers(t *testing.T) {
