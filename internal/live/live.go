@@ -382,7 +382,8 @@ func (j *Job) Since(before *Job) []Rates {
 	return rates
 }
 
-// between returns the seconds between two states of process i, or 0 if they cannot be compared.
+// between returns the seconds between two states of process i, or 0 if they cannot be compared. The counters
+// of a node of a parameter server begin at 0 again if it was started again.
 func (j *Job) between(past map[string]*Process, i int) float64 {
 	if i >= len(j.Processes) {
 		return 0
@@ -390,7 +391,7 @@ func (j *Job) between(past map[string]*Process, i int) float64 {
 	p := &j.Processes[i]
 	old := past[p.Name]
 	if old == nil || !p.Answered || !old.Answered || p.Epoch != old.Epoch || p.PID != old.PID ||
-		p.Up <= old.Up {
+		p.Up <= old.Up || p.Operations < old.Operations || p.Bytes < old.Bytes {
 		return 0
 	}
 	return (p.Up - old.Up).Seconds()

@@ -118,6 +118,10 @@ func TestSince(t *testing.T) {
 	if suspects := now.Suspects(got, 2*time.Second); !slices.Equal(suspects, []int{2}) {
 		t.Errorf("got the suspects %v, want 2", suspects)
 	}
+	now.Processes[0].Operations = before.Processes[0].Operations - 1
+	if got := now.Since(before)[0]; got != (live.Rates{}) {
+		t.Errorf("with fewer operations than before: got %+v", got)
+	}
 	if got := now.Since(nil); len(got) != 4 || got[0] != (live.Rates{}) {
 		t.Errorf("without an earlier state: got %+v", got)
 	}
