@@ -89,14 +89,19 @@ func (j *Job) Merge(ctx context.Context, path string) (sum Merged, err error) {
 	if err != nil {
 		return sum, err
 	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, f.Close())
-			if name != "" {
-				err = errors.Join(err, os.Remove(f.Name()))
-			}
-		}
-	}()
+	// Some file systems report only at the end that there was no room.
+	err = errors.Join(j.merge(ctx, m, f, path, clockError), f.Close())
+	if err == nil && name != "" {
+		err = os.Rename(f.Name(), name)
+	}
+	if err != nil && name != "" {
+		err = errors.Join(err, os.Remove(f.Name()))
+	}
+	return m.sum, err
+}
+
+// merge writes the merged trace to f, compressed if path ends in .gz.
+func (j *Job) merge(ctx context.Context, m *merger, f *os.File, path string, clockError int64) error {
 	var to io.WriteCloser = f
 	if strings.HasSuffix(path, ".gz") {
 		to = gzip.NewWriter(f)
@@ -106,24 +111,14 @@ func (j *Job) Merge(ctx context.Context, path string) (sum Merged, err error) {
 		"version": 1})
 	for _, r := range j.ranks {
 		if err := m.rank(ctx, r); err != nil {
-			return sum, err
+			return err
 		}
 	}
 	_, _ = m.w.WriteString("\n]\n") // the error is ignored here, because Flush returns it again
-	if err := m.w.Flush(); err != nil {
-		return sum, err
+	if err := m.w.Flush(); err != nil || to == f {
+		return err
 	}
-	if to != f {
-		if err := to.Close(); err != nil {
-			return sum, err
-		}
-	}
-	if name != "" {
-		if err := os.Rename(f.Name(), name); err != nil {
-			return sum, err
-		}
-	}
-	return m.sum, f.Close()
+	return to.Close()
 }
 
 // openMerged opens the output of Merge. name is the name that the file gets when it is complete, or empty if
