@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
@@ -330,6 +331,26 @@ func TestTooLarge(t *testing.T) {
 	}
 	if n := len(s.Operations); n == 0 || s.Operations[n-1].Track != "c" {
 		t.Errorf("got %+v, want the operations after it", s.Operations)
+	}
+}
+
+// A program adds and removes process sets that would not fit into a segment together.
+func TestManySets(t *testing.T) {
+	cfg := testConfig(filepath.Join(t.TempDir(), "t.json"))
+	cfg.MaxBytes = 64 << 10
+	tl := mustStart(t, cfg, quick)
+	for id := range topo.ProcessSetID(400) {
+		tl.Set(id+1, []topo.Rank{0, 1, 2, 3})
+		tl.Record(simple(uint64(id)+1, "a"))
+		tl.RemoveSet(id + 1)
+		if err := tl.Write(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mustClose(t, tl)
+	text, err := os.ReadFile(cfg.Path)
+	if n := bytes.Count(text, []byte("hvd_set")); err != nil || tl.Dropped() != 0 || n > 100 {
+		t.Errorf("got %d dropped and %d sets in the last segment, %v", tl.Dropped(), n, err)
 	}
 }
 

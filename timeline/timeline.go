@@ -115,6 +115,15 @@ func (t *Timeline) Set(id topo.ProcessSetID, ranks []topo.Rank) {
 	})
 }
 
+// RemoveSet records that a process set was removed. Later segments do not have it.
+func (t *Timeline) RemoveSet(id topo.ProcessSetID) {
+	t.rare(func(f *formatter, dst []byte) []byte {
+		f.remember()
+		f.sets = slices.DeleteFunc(f.sets, func(known set) bool { return known.id == id })
+		return dst
+	})
+}
+
 // maxPending limits the pending operations that a timeline shows.
 const maxPending = 1 << 10
 

@@ -72,8 +72,11 @@ func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank, byMembers bool) *
 // removeSet removes a process set from the table when the ranks have agreed on the removal.
 func (r *Rank) removeSet(s *Set) {
 	r.sets.mu.Lock()
-	defer r.sets.mu.Unlock()
 	r.sets.all = slices.DeleteFunc(r.sets.all, func(other *Set) bool { return other == s })
+	r.sets.mu.Unlock()
+	if r.Watch != nil {
+		r.Watch.timeline.removed(s)
+	}
 }
 
 // Sets returns the process sets that exist and that this rank knows, in ascending order of ID. The first one

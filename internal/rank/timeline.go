@@ -157,6 +157,15 @@ func (t *timelines) added(s *Set) {
 	}
 }
 
+// removed records that a process set was removed. It does not block.
+func (t *timelines) removed(s *Set) {
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
+	if t.current != nil {
+		t.current.RemoveSet(s.ID)
+	}
+}
+
 // pending records the operations that are pending at the given time, because the job has failed.
 func (t *timelines) pending(at time.Duration, all []trace.Record) {
 	t.countMu.Lock()
