@@ -117,7 +117,7 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 		}
 	}
 	if given.export != "" {
-		if err := exportTo(given.export, run); err != nil {
+		if err := exportTo(given.export, run, append(paths, given.compare)...); err != nil {
 			return fmt.Errorf("view: %w", err)
 		}
 		fmt.Fprintf(r.stderr, "hvdrun: wrote %s\n", given.export)
@@ -224,12 +224,12 @@ func hostName() string {
 
 // exportTo writes the page about a job to a file. If that fails, it leaves no file, but removes no device and
 // no link.
-func exportTo(name string, run *view.Run) error {
+func exportTo(name string, run *view.Run, given ...string) error {
 	f, err := outfile.Create(name, 0o666)
 	if err != nil {
 		return err
 	}
-	err = errors.Join(view.Export(f, run), f.Close())
+	err = errors.Join(view.Export(f, run, given...), f.Close())
 	if info, is := os.Lstat(name); err != nil && is == nil && info.Mode().IsRegular() {
 		err = errors.Join(err, os.Remove(name))
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -26,39 +27,48 @@ var modules = []string{"format.js", "dom.js", "data.js", "state.js", "timeline.j
 	"tables.js", "compare.js", "live.js", "main.js"}
 
 // anonymous is a Source without the command, the settings and the paths of a job, which an exported page does
-// not need.
-type anonymous struct{ Source }
+// not need. given has the folders of the paths that the user has given, which may have spaces, the longest
+// first.
+type anonymous struct {
+	Source
+	given []string
+}
 
-// folders matches the folders of the paths in a text.
+// folders matches the folders of other paths in a text.
 var folders = regexp.MustCompile(`\S*/(\S)`)
+
+func (a anonymous) text(s string) string {
+	for _, folder := range a.given {
+		s = strings.ReplaceAll(s, folder, "")
+	}
+	return folders.ReplaceAllString(s, "$1")
+}
 
 func (a anonymous) Report() *report.Report {
 	r := *a.Source.Report()
 	r.Job = report.About{}
-	r.Problems = withoutFolders(r.Problems)
+	r.Problems = a.texts(r.Problems)
 	return &r
 }
 
-func withoutFolders(texts []string) []string {
+func (a anonymous) texts(texts []string) []string {
 	texts = slices.Clone(texts)
 	for i := range texts {
-		texts[i] = folders.ReplaceAllString(texts[i], "$1")
+		texts[i] = a.text(texts[i])
 	}
 	return texts
 }
 
 func (a anonymous) Comparison() *report.Comparison {
 	c := *a.Source.Comparison()
-	c.Problems = withoutFolders(c.Problems)
-	for _, title := range []*string{&c.A.Title, &c.B.Title} {
-		*title = folders.ReplaceAllString(*title, "$1")
-	}
+	c.Problems = a.texts(c.Problems)
+	c.A.Title, c.B.Title = a.text(c.A.Title), a.text(c.B.Title)
 	return &c
 }
 
 func (a anonymous) Info() *Info {
 	i := *a.Source.Info()
-	i.Title = folders.ReplaceAllString(i.Title, "$1")
+	i.Title = a.text(i.Title)
 	return &i
 }
 
@@ -69,8 +79,13 @@ var (
 
 // Export writes the page and its data as one file. The file has the tiles of the whole time and of the first
 // levels below it, as far as there is room. It has the names of tensors and hosts, but not the command line,
-// the settings and the paths of the job.
-func Export(w io.Writer, source Source) error {
+// the settings and the paths of the job. given has the paths that the user has given.
+func Export(w io.Writer, source Source, given ...string) error {
+	a := anonymous{Source: source}
+	for _, path := range given {
+		a.given = append(a.given, filepath.Dir(filepath.Clean(path))+"/")
+	}
+	slices.SortFunc(a.given, func(x, y string) int { return len(y) - len(x) })
 	files := make(map[string]string)
 	entries, err := page.ReadDir("page")
 	if err != nil {
@@ -83,7 +98,7 @@ func Export(w io.Writer, source Source) error {
 		}
 		files[e.Name()] = string(text)
 	}
-	data, err := exportData(anonymous{source})
+	data, err := exportData(a)
 	if err != nil {
 		return err
 	}

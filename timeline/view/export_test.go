@@ -13,10 +13,10 @@ import (
 )
 
 // exportedData returns the data of an exported page, by the addresses of the answers.
-func exportedData(t *testing.T, source Source) map[string]string {
+func exportedData(t *testing.T, source Source, given ...string) map[string]string {
 	t.Helper()
 	var page bytes.Buffer
-	if err := Export(&page, source); err != nil {
+	if err := Export(&page, source, given...); err != nil {
 		t.Fatal(err)
 	}
 	_, rest, found := strings.Cut(page.String(), `id="exported">`)
@@ -42,11 +42,11 @@ func exportedData(t *testing.T, source Source) map[string]string {
 // An exported page has no command line, no settings and no paths.
 func TestExportedPageIsAnonymous(t *testing.T) {
 	v := straggler.read(t)
-	v.Title = "/home/secret/t.json secret/u.json"
+	v.Title = "/home/my secret project/t.json secret/u.json"
 	v.report.Job = report.About{Command: []string{"secret"}, Settings: map[string]string{"A": "secret"},
 		Hosts: []string{"node0"}}
-	v.report.Problems = []string{"a file is left out: open /home/secret/t.json: permission denied"}
-	all := exportedData(t, v)
+	v.report.Problems = []string{"a file is left out: open /home/my secret project/t.json: permission denied"}
+	all := exportedData(t, v, "secret/u.json", "/home/my secret project/t.json")
 	for key, body := range all {
 		if strings.Contains(body, "secret") {
 			t.Errorf("%s has a secret: %.300q", key, body)
