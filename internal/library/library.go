@@ -402,20 +402,29 @@ func (l *Library) MarkStep(number uint64) {
 	}
 }
 
+// loaded is when the time of BeginRange was 0. It is no time of an engine, because a range may end in another
+// epoch than that in which it began.
+var loaded = time.Now()
+
 // BeginRange returns the time at which the program begins a range, for EndRange. If no timeline of this
 // process shows it, the time is 0.
 func (l *Library) BeginRange() time.Duration {
-	if r := l.running.Load(); r != nil && r.Engine != nil {
-		return r.Engine.Observer().BeginSpan()
+	if r := l.running.Load(); r != nil && r.Engine != nil && r.Engine.Observer().Watched() {
+		return max(time.Since(loaded), 1)
 	}
 	return 0
 }
 
 // EndRange shows in the timeline that the program was in the range with the given name from begun until now.
-// If begun is 0, it does nothing.
+// If begun is 0, or in an earlier epoch, it does nothing.
 func (l *Library) EndRange(name string, begun time.Duration) {
-	if r := l.running.Load(); r != nil && r.Engine != nil {
-		r.Engine.Observer().EndSpan(trace.Range, name, begun)
+	r := l.running.Load()
+	if begun == 0 || r == nil || r.Engine == nil {
+		return
+	}
+	o := r.Engine.Observer()
+	if at := o.Since() - (time.Since(loaded) - begun); at > 0 {
+		o.EndSpan(trace.Range, name, at)
 	}
 }
 

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -53,6 +55,32 @@ func sum(name string, x []float32, out bool) *Op {
 	}
 	return &Op{Places: []Place{p}, Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: name, Prescale: 1,
 		Postscale: 1, Tensors: []rank.TensorSpec{{Shape: []int64{int64(len(x))}}}}}
+}
+
+// TestRangeOfEarlierEpoch ends a range in another epoch than that in which it began.
+func TestRangeOfEarlierEpoch(t *testing.T) {
+	l, dir := New(nil, goMemory), t.TempDir()
+	wait := func(h Handle) {
+		t.Helper()
+		if err := l.Wait(h, time.Minute, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	o := InitOptions{Settings: map[string]string{"HOROVOD_TIMELINE": filepath.Join(dir, "t.json")}}
+	wait(l.Init(o))
+	begun, up := l.BeginRange(), l.Rank().Engine.Observer().Since()
+	wait(l.Shutdown("", false))
+	wait(l.Init(o))
+	for l.Rank().Engine.Observer().Since() <= up { // so that the time would be one of this epoch
+		runtime.Gosched()
+	}
+	l.EndRange("earlier", begun)
+	l.EndRange("later", l.BeginRange())
+	wait(l.Shutdown("", false))
+	text, err := os.ReadFile(filepath.Join(dir, "t.epoch2.json"))
+	if err != nil || strings.Contains(string(text), "earlier") || !strings.Contains(string(text), "later") {
+		t.Errorf("got %s, %v, want the range later alone", text, err)
+	}
 }
 
 // TestFailedShutdown fails a rank whose Shutdown waits for the other rank, which goes on.
