@@ -38,11 +38,9 @@ const compareUsage = "compare the steps and tensors with those of another run, w
 
 // timelineFlags holds the flags of hvdrun timeline.
 type timelineFlags struct {
-	asJSON      bool
-	merge       string
-	compare     string
-	thresholdMB int64
-	capacity    int64
+	asJSON  bool
+	merge   string
+	compare string
 }
 
 // timeline returns the command that analyses timelines.
@@ -53,10 +51,6 @@ func (r *runner) timeline() *cobra.Command {
 	g.flags.StringVar(&given.merge, "merge", "",
 		"also write a Chrome trace of all ranks to `OUT.json`, with all times on rank 0's clock. If the name ends in .gz, the trace is compressed")
 	g.flags.StringVar(&given.compare, "compare", "", compareUsage)
-	g.flags.Int64Var(&given.thresholdMB, "fusion-threshold-mb", defaultOf("HOROVOD_FUSION_THRESHOLD")>>20,
-		"HOROVOD_FUSION_THRESHOLD of the job, in `MIB`, if its timelines do not record it")
-	g.flags.Int64Var(&given.capacity, "cache-capacity", defaultOf("HOROVOD_CACHE_CAPACITY"),
-		"HOROVOD_CACHE_CAPACITY of the job, `N` responses, if its timelines do not record it")
 
 	cmd := &cobra.Command{
 		Use:   timelineCommand + " [flags] FILE...",
@@ -87,8 +81,15 @@ func defaultOf(name string) int64 {
 	return n
 }
 
-// optionsOf returns options with the settings that the files of a job record.
-func optionsOf(job *report.Job, options report.Options) report.Options {
+// defaultOptions returns options with the defaults of the settings.
+func defaultOptions() report.Options {
+	return report.Options{FusionThresholdBytes: defaultOf("HOROVOD_FUSION_THRESHOLD"),
+		CacheCapacity: defaultOf("HOROVOD_CACHE_CAPACITY")}
+}
+
+// optionsOf returns options with the settings that the files of a job record, and the defaults of the others.
+func optionsOf(job *report.Job) report.Options {
+	options := defaultOptions()
 	for name, to := range map[string]*int64{"HOROVOD_FUSION_THRESHOLD": &options.FusionThresholdBytes,
 		"HOROVOD_CACHE_CAPACITY": &options.CacheCapacity} {
 		if n, err := strconv.ParseInt(job.Setting(name), 10, 64); err == nil && n >= 0 {
@@ -100,10 +101,6 @@ func optionsOf(job *report.Job, options report.Options) report.Options {
 
 // readTimelines prints a report about timelines. If --merge is given, it also merges them into one file.
 func (r *runner) readTimelines(ctx context.Context, given *timelineFlags, paths []string) (err error) {
-	if given.thresholdMB < 0 || given.thresholdMB > 1<<40 || given.capacity < 0 {
-		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more",
-			given.thresholdMB, given.capacity)
-	}
 	if given.compare != "" && given.merge != "" {
 		return usagef("timeline: got --compare and --merge, want at most one of them")
 	}
@@ -115,9 +112,7 @@ func (r *runner) readTimelines(ctx context.Context, given *timelineFlags, paths 
 		r.status = statusFailure
 		fmt.Fprintf(r.stderr, "hvdrun: timeline: %v\n", bad)
 	}
-	options := optionsOf(job, report.Options{FusionThresholdBytes: given.thresholdMB << 20,
-		CacheCapacity: given.capacity})
-	result, err := job.Report(options)
+	result, err := job.Report(optionsOf(job))
 	if err != nil {
 		return fmt.Errorf("timeline: %w", err)
 	}

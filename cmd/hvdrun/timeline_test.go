@@ -40,12 +40,12 @@ func TestTimeline(t *testing.T) {
 		!strings.Contains(stdout, "rank 1 held up all others for 5.00 ms per step (") {
 		t.Errorf("got exit status %d, %q and %q, want rank 1 named", status, stdout, stderr)
 	}
-	stdout, stderr, status = output(t, "timeline", "--json", "--fusion-threshold-mb", "2", dir)
+	stdout, stderr, status = output(t, "timeline", "--json", dir)
 	var r report.Report
 	if err := json.Unmarshal([]byte(stdout), &r); err != nil || status != 0 || stderr != "" {
 		t.Fatalf("got exit status %d, %q and %q: %v", status, stdout, stderr, err)
 	}
-	if r.Lateness.Ranks[1].Share != 1 || r.Steps != 9 || r.Fusion.ThresholdBytes != 2<<20 {
+	if r.Lateness.Ranks[1].Share != 1 || r.Steps != 9 || r.Fusion.ThresholdBytes != 128<<20 {
 		t.Errorf("got %+v", r)
 	}
 
@@ -101,7 +101,6 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		{[]string{"--compare", other + "/t.json", dir}, 1, "--compare: " + other + "/t.json: byte 0", true},
 		{[]string{"--compare", dir, "--merge", "x", dir}, 2, "want at most one of them", false},
 		{[]string{"--merge"}, 2, "flag needs an argument: --merge", false},
-		{[]string{"--cache-capacity", "-1", dir}, 2, "want 0 or more", false},
 		{[]string{"--merge", filepath.Join(dir, "t.json"), dir}, 1, "is one of the files to merge", false},
 	} {
 		stdout, stderr, status := output(t, append([]string{"timeline"}, c.args...)...)
@@ -112,8 +111,7 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		}
 	}
 	stdout, _, status := output(t, "timeline", "--help")
-	if status != 0 || !strings.Contains(stdout, "hvdrun timeline --merge all.json.gz timelines/") ||
-		!strings.Contains(stdout, "--cache-capacity N") {
+	if status != 0 || !strings.Contains(stdout, "hvdrun timeline --merge all.json.gz timelines/") {
 		t.Errorf("got exit status %d and %q, want help with examples", status, stdout)
 	}
 }

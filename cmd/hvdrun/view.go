@@ -100,10 +100,8 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 	if bad != nil {
 		fmt.Fprintf(r.stderr, "hvdrun: view: %v\n", bad)
 	}
-	options := optionsOf(job, report.Options{FusionThresholdBytes: defaultOf("HOROVOD_FUSION_THRESHOLD"),
-		CacheCapacity: defaultOf("HOROVOD_CACHE_CAPACITY")})
 	title := strings.Join(paths, " ")
-	run, err := view.Read(job, options, title)
+	run, err := view.Read(job, optionsOf(job), title)
 	if err != nil {
 		return fmt.Errorf("view: %w", err)
 	}

@@ -15,7 +15,6 @@ import (
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/live/table"
 	"github.com/gohvd/gohvd/internal/logs"
-	"github.com/gohvd/gohvd/timeline/report"
 	"github.com/gohvd/gohvd/timeline/view"
 )
 
@@ -117,8 +116,7 @@ func (r *runner) viewOwn(j *job, folder string) (done func(ctx context.Context),
 // newLive returns the page's data of a job.
 func newLive(about *live.About) (*view.Live, error) {
 	title := fmt.Sprintf("job %d: %s", about.PID, logs.Plain(fmt.Sprint(about.Command)))
-	return view.NewLive(title, report.Options{FusionThresholdBytes: defaultOf("HOROVOD_FUSION_THRESHOLD"),
-		CacheCapacity: defaultOf("HOROVOD_CACHE_CAPACITY")}, sizeOf(about))
+	return view.NewLive(title, defaultOptions(), sizeOf(about))
 }
 
 // sizeOf returns the number of ranks of a job.
