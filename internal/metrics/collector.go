@@ -5,7 +5,6 @@ import (
 	"strconv"
 
 	"github.com/prometheus/client_golang/prometheus"
-	dto "github.com/prometheus/client_model/go"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -244,67 +243,20 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// histogram is a metric that exports a trace.Histogram in both of Prometheus's forms: as a classic histogram,
-// and as a native histogram with schema 0. Schema 0 has the same bucket bounds as trace.Histogram.
-type histogram struct {
-	desc   *prometheus.Desc
-	labels []*dto.LabelPair
-	from   *trace.Histogram
-}
+// bucketEvery selects every second bucket bound of trace.Histogram, so that adjacent bounds differ by a
+// factor of 4, because each bucket is a series.
+const bucketEvery = 2
 
+// newHistogram returns a metric that exports a trace.Histogram.
 func newHistogram(d *prometheus.Desc, from *trace.Histogram, labels ...string) prometheus.Metric {
-	return &histogram{d, prometheus.MakeLabelPairs(d, labels), from}
-}
-
-func (h *histogram) Desc() *prometheus.Desc { return h.desc }
-
-// classicEvery selects every second bucket bound of trace.Histogram for the classic form, so that adjacent
-// bounds differ by a factor of 4. The classic form should have fewer buckets, because each of its buckets is
-// a series.
-const classicEvery = 2
-
-func (h *histogram) Write(to *dto.Metric) error {
-	const finite = trace.NumBuckets - 1
 	var count uint64
-	classic := make([]*dto.Bucket, 0, finite/classicEvery+1)
-	for i := range finite {
-		count += h.from.Buckets[i]
-		if i%classicEvery == 0 {
-			classic = append(classic, &dto.Bucket{UpperBound: new(trace.UpperBound(i)),
-				CumulativeCount: new(count)})
+	buckets := make(map[float64]uint64)
+	for i, n := range from.Buckets {
+		if count += n; i%bucketEvery == 0 && i < trace.NumBuckets-1 { // the last bucket has no bound
+			buckets[trace.UpperBound(i)] = count
 		}
 	}
-	count += h.from.Buckets[finite]
-
-	// With schema 0, native bucket i counts values in (2^(i-1), 2^i]. The first bucket of trace.Histogram
-	// begins at 0 and becomes the native zero bucket. The last bucket of trace.Histogram has no upper bound.
-	// It becomes the native bucket that has the same lower bound.
-	native := h.from.Buckets[1:]
-	var spans []*dto.BucketSpan
-	var deltas []int64
-	if count > h.from.Buckets[0] {
-		begin, end := 0, len(native)
-		for native[begin] == 0 {
-			begin++
-		}
-		for native[end-1] == 0 {
-			end--
-		}
-		spans = []*dto.BucketSpan{{Offset: new(int32(begin + 1 + trace.MinExponent)),
-			Length: new(uint32(end - begin))}}
-		previous := int64(0)
-		for _, n := range native[begin:end] {
-			deltas = append(deltas, int64(n)-previous)
-			previous = int64(n)
-		}
-	}
-	to.Label = h.labels
-	to.Histogram = &dto.Histogram{
-		SampleCount: &count, SampleSum: new(h.from.Sum.Seconds()), Bucket: classic,
-		Schema: new(int32(0)), ZeroThreshold: new(trace.UpperBound(0)), ZeroCount: new(h.from.Buckets[0]),
-		PositiveSpan: spans, PositiveDelta: deltas,
-	}
-	return nil
+	return prometheus.MustNewConstHistogram(d, count, from.Sum.Seconds(), buckets, labels...)
 }
 
 // buildInfo returns a gauge whose value is 1 and whose labels are the versions.
