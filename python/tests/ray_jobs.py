@@ -47,6 +47,20 @@ def fail_at(rank: int, how: str) -> Any:
     return hvd.allreduce(np.ones(4))
 
 
+def sum_of(value: float, failing: int = -1, joined: bool = False) -> float:
+    """Returns the sum of value over the ranks. A failing rank raises an exception before it joins the job, or after the
+    sum, when the other ranks do not need it any more.
+    """
+    fails = int(os.environ["HOROVOD_RANK"]) == failing
+    if fails and not joined:
+        raise ValueError("no data")
+    hvd.init()
+    total = hvd.allreduce(np.full(1, value), op=hvd.Sum, name="value")
+    if fails:
+        raise ValueError("no data")
+    return float(total[0])
+
+
 def facts() -> tuple[tuple[int, ...], str, str | None]:
     """Returns the place in the job, which the process then leaves, and variables of the process."""
     mine = place()
@@ -276,6 +290,17 @@ class RayTest(RayCluster):
         self.assertIn("in fail_at", str(caught.exception))
         self.assertIn("rank 1 of 3", str(caught.exception))
         self.assertEqual([r[0] for r in executor.run(place)], [0, 1, 2])  # a new job of the same workers
+
+    def test_call_after_a_failed_one(self) -> None:
+        """The ranks of a call meet only each other, although those of a failed one are in its job or wait for it."""
+        executor = RayExecutor(num_workers=2)  # a rank waits in init for 30 s
+        self.addCleanup(executor.shutdown)
+        executor.start()
+        for joined, run in (True, executor.run), (False, lambda *job: ray.get(executor.run_remote(*job))):
+            with self.subTest(joined=joined), self.assertRaisesRegex(ValueError, "no data"):
+                run(sum_of, [1.0, 1, joined])
+            self.assertEqual(executor.run(sum_of, [10.0]), [20.0, 20.0])
+            executor.run(hvd.shutdown)
 
     def test_killed_worker(self) -> None:
         executor = self.executor(num_workers=3)

@@ -78,12 +78,13 @@ class _Worker:
     def start_executable(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._executable = cls(*args, **kwargs)
 
-    def execute(self, fn: Callable[[Any], Any]) -> Any:
+    def execute(self, fn: Callable[[Any], Any]) -> tuple[None, Any]:
         return self.run(fn, (self._executable,), {})
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[None, Any]:
+        """Calls fn. The first result only says that the call has ended, also if the second one is large."""
         try:
-            return fn(*args, **kwargs)
+            return None, fn(*args, **kwargs)
         except Exception as e:
             # The process goes on, so without this the other ranks would wait for this rank.
             _engine.engine.fail(_exit.raised(e))
@@ -138,6 +139,8 @@ class RayExecutor:
         self._store: _meeting.Store | None = None
         self._workers: list[Any] = []
         self._hosts: list[str] = []
+        # References that say how calls have ended, without those that are known to have succeeded.
+        self._ends: list[Any] = []
 
     def start(
         self, executable_cls: type | None = None, executable_args: Sequence[Any] | None = None,
@@ -248,34 +251,65 @@ class RayExecutor:
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
         """Calls fn(*args, **kwargs) at each rank, and returns the object references of the results by rank."""
-        return [w.run.remote(fn, args or (), kwargs or {}) for w in self._started()]
+        return self._call(self._started(), "run", fn, args or (), kwargs or {})
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Calls fn with the worker's object of executable_cls at each rank, and returns the results by rank. It raises
         the exceptions of ``run``.
         """
-        return self._collect([w.execute.remote(fn) for w in self._started()])
+        return self._collect(self._call(self._started(), "execute", fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Calls fn with the worker's object of executable_cls at rank 0, and returns the result."""
-        return self._collect([self._started()[0].execute.remote(fn)])[0]
+        return self._collect(self._call(self._started()[:1], "execute", fn))[0]
 
     def shutdown(self) -> None:
         """Ends the workers, and frees their places. The executor may be started again."""
         if self._workers and self._store is not None:
             ray.wait([w.leave.remote() for w in self._workers], num_returns=len(self._workers), timeout=_LEAVE_SECONDS)
+            self._has_failed()
         for w in self._workers:
             ray.kill(w)
         if self._group is not None:
             remove_placement_group(self._group)
         if self._store is not None:
             self._store.close()
-        self._workers, self._group, self._store = [], None, None
+        self._workers, self._group, self._store, self._ends = [], None, None, []
 
     def _started(self) -> list[Any]:
         if not self._workers:
             raise RuntimeError("gohvd: the executor is not started: call start() first")
         return self._workers
+
+    def _call(self, workers: list[Any], method: str, *args: Any) -> list[Any]:
+        """Calls a method of workers, and returns the references of the results."""
+        self._leave_failed_job()
+        pairs = [getattr(w, method).options(num_returns=2).remote(*args) for w in workers]
+        self._ends += [end for end, _ in pairs]
+        return [result for _, result in pairs]
+
+    def _leave_failed_job(self) -> None:
+        """If an earlier call has failed, waits until all workers have ended it, and lets them leave the job. Otherwise the
+        next call could begin at some ranks while others are still in the failed one, and in its job.
+        """
+        if self._has_failed():
+            left = [w.leave.remote() for w in self._workers]  # after the calls that a worker has got before
+            limit = self._settings.timeout_s + _CAUSE_SECONDS
+            _, late = ray.wait(left, num_returns=len(left), timeout=limit)
+            if late:
+                ranks = [rank for rank, ref in enumerate(left) if ref in late]
+                raise TimeoutError(
+                    f"gohvd: a call has failed, but ranks {ranks} have not ended it after another {limit:g} s: try again "
+                    "later, or call shutdown() and start()"
+                )
+            self._ends = []
+
+    def _has_failed(self) -> bool:
+        """Returns whether a call has failed since the workers have started or have left a failed job."""
+        ended, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
+        failed = [end for end in ended if _failed(end)]  # Ray prints errors that nobody has got
+        self._ends = running + failed
+        return bool(failed)
 
     def _collect(self, refs: list[Any]) -> list[Any]:
         """Returns the values of references, one of each rank. Raises the error of the rank that failed first."""
@@ -298,3 +332,11 @@ class RayExecutor:
         if failure is not None:
             raise failure
         return ray.get(refs)
+
+
+def _failed(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except Exception:
+        return True
+    return False
