@@ -62,15 +62,18 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=${SLURM_TASK_PLUGIN-task/none}
 MpiDefault=none
 SelectType=select/cons_tres
+GresTypes=gpu
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 MinJobAge=600
 KillWait=5
-NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17001 CPUs=16 RealMemory=4000
-NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17002 CPUs=16 RealMemory=4000
+NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17001 CPUs=16 RealMemory=4000 Gres=gpu:2
+NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17002 CPUs=16 RealMemory=4000 Gres=gpu:2
 PartitionName=all Nodes=n1,n2 Default=YES
 END
 printf 'ConstrainCores=yes\nConstrainRAMSpace=yes\n' >"$work/cgroup.conf" # for task/cgroup
+touch "$work/gpu0" "$work/gpu1" # in place of devices
+echo "Name=gpu File=$work/gpu[0-1]" >"$work/gres.conf"
 export SLURM_CONF=$work/slurm.conf
 slurmctld -f "$SLURM_CONF"
 mkdir "$work"/tmp-n1 "$work"/tmp-n2

@@ -127,9 +127,15 @@ func TestUnderSlurm(t *testing.T) {
 		sbatch --quiet --wait -N2 --ntasks=3 --distribution=plane=2 --output=out script; cat out`, places(2, 1)...)
 	run("hvdrun in salloc", "salloc --quiet -N2 --ntasks-per-node=2 HVDRUN -np 3 --tag-output=false SELF",
 		places(2, 1)...)
-	// The nodes have no GPU, so srun would fail if it took the limit for itself.
+	// The job has no GPU, so srun would fail if it took the limit for itself.
 	run("limits for each task", `salloc --quiet -N2 --ntasks-per-node=2 \
 		env SLURM_GPUS_PER_TASK=1 HVDRUN --tag-output=false SELF`, places(2, 2)...)
+	for _, gpus := range []string{"--ntasks-per-node=2 --gpus=4 --cpus-per-gpu=2 --mem-per-gpu=9",
+		"--ntasks-per-node=2 --gpus-per-task=1", "--gpus=4 --ntasks-per-gpu=1", "--ntasks-per-node=2 --gpus-per-node=2"} {
+		run(gpus, "salloc --quiet -N2 "+gpus+" HVDRUN --tag-output=false printenv SLURM_GPUS_ON_NODE",
+			slices.Repeat([]string{"(?m)^2$"}, 4)...)
+	}
+	run("different numbers of GPUs", "salloc --quiet -N2 --gpus=3 HVDRUN SELF || true", "different numbers of GPUs \\(")
 	run("hvdrun on one node", `printf '#!/bin/sh\nexec HVDRUN --tag-output=false SELF\n' >script
 		sbatch --quiet --wait -N1 --ntasks=3 --output=out script; cat out`, places(3)...)
 	run("too many ranks", "salloc --quiet -N2 HVDRUN -np 4 SELF || true",
