@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from . import _programs
 
-_END_SECONDS = 10  # how long close waits before it kills the store
-
 
 class Store:
     """A store with a secret of its own, on a free port of an address of this host. It is served until ``close``, or
@@ -44,12 +42,7 @@ class Store:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         # A process that the program has forked, such as a worker of a DataLoader, may hold the pipe open.
-        self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        _programs.end(self._process)
         self._process.stdout.close()
 
 

@@ -1,14 +1,25 @@
-"""Finds gohvd's programs, and runs them as the commands that a wheel installs.
+"""Finds gohvd's programs, starts and ends them, and runs them as the commands that a wheel installs.
 
 A wheel contains the programs in ``gohvd/bin``. A checkout does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
+import subprocess
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+_END_SECONDS = 30.0  # hvdrun gives its ranks 5 s to end, and then some time to disappear
+
+_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
 
 
 def in_package(name: str) -> str | None:
@@ -28,6 +39,24 @@ def path_of_hvdrun() -> str:
     if path is None:
         raise RuntimeError("gohvd: found no hvdrun: HVD_RUN is not set, and hvdrun is neither in the package gohvd nor on PATH")
     return path
+
+
+def with_parent(words: Sequence[str]) -> list[str]:
+    """Returns the words of a command that runs the command words, and gets SIGTERM when the thread that has started it
+    ends, also if this process is killed.
+    """
+    return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), *words]
+
+
+def end(process: subprocess.Popen[Any], number: int = signal.SIGTERM) -> None:
+    """Sends a process a signal, waits for its end, and kills it if this takes long or is interrupted."""
+    try:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def execute(name: str, *args: str) -> NoReturn:

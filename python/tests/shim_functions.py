@@ -5,7 +5,9 @@ import of torch takes longer than all tests of horovod.run.
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
+import time
 
 import numpy as np
 
@@ -18,6 +20,21 @@ def place(offset: int, factor: int = 1) -> tuple[int, int, int]:
     hvd.init()
     total = hvd.allreduce(np.array([hvd.rank() * factor]), op=hvd.Sum)
     return hvd.rank() + offset, hvd.size(), int(total[0])
+
+
+def save_at_interrupt(folder: str) -> None:
+    """Makes a file with the name of this process, and at SIGINT writes to it, after some time, and ends."""
+    file = pathlib.Path(folder, str(os.getpid()))
+
+    def save(*_: object) -> None:
+        time.sleep(1)
+        file.write_text("saved")
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, save)
+    file.touch()
+    while True:
+        signal.pause()
 
 
 def fail() -> None:

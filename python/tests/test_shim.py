@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import unittest
+from collections.abc import Callable
 from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -368,6 +372,31 @@ class Run(RanksTest):
                 **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)
             })
         self.assertEqual((run.returncode, run.stdout.decode().splitlines()[-1]), (0, "[1, 2]"))
+
+    def test_program_that_ends(self) -> None:
+        """The job ends with its program. After Ctrl-C, the ranks have time to save their state."""
+        script = "import horovod, shim_functions as f, sys; horovod.run(f.save_at_interrupt, sys.argv[1:], num_proc=2)"
+
+        def wait_until(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 100
+            while not condition():
+                self.assertLess(time.monotonic(), deadline)
+                time.sleep(0.01)
+
+        for number in signal.SIGINT, signal.SIGKILL:
+            with self.subTest(number), tempfile.TemporaryDirectory() as top:
+                env = programs.environment(PYTHONPATH=os.pathsep.join(sys.path))
+                command = [sys.executable, "-c", script, top]
+                program = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, start_new_session=True)
+                self.addCleanup(program.kill)
+                wait_until(lambda: len(os.listdir(top)) == 2)
+                # A terminal sends SIGINT to the whole group.
+                (os.killpg if number == signal.SIGINT else os.kill)(program.pid, number)
+                program.wait(100)
+                files = list(pathlib.Path(top).iterdir())
+                wait_until(lambda: not any(os.path.exists(f"/proc/{file.name}/exe") for file in files))
+                texts = [file.read_text() for file in files]
+                self.assertEqual(texts, ["saved" if number == signal.SIGINT else ""] * 2)
 
     def test_elastic(self) -> None:
         import horovod

@@ -42,11 +42,6 @@ _BUSY_SECONDS = 10.0
 _USER = "ray@"
 # Removes a folder when the process that holds the other end of the pipe at standard input ends, also if it is killed.
 _REMOVE_AT_END = 'exec 3<&0; (cat <&3; exec rm -rf "$0") &'
-# Starts hvdrun so that it ends when the thread that waits for it ends, also if this program is killed.
-_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
 @dataclasses.dataclass
@@ -226,8 +221,8 @@ class ElasticRayExecutor:
     def _launch(self, folder: str) -> tuple[int, str]:
         """Runs hvdrun, and returns its exit status and the last line that it has printed itself before its report."""
         script = os.path.join(folder, "relay")
-        python = ["/usr/bin/env", *_loader_path(os.environ), sys.executable, "-I", "-S"]
-        relay = [*python, _beside("_relay.py"), os.path.join(folder, "socket")]
+        with_libraries = ["/usr/bin/env", *_loader_path(os.environ)]
+        relay = [*with_libraries, sys.executable, "-I", "-S", _beside("_relay.py"), os.path.join(folder, "socket")]
         pathlib.Path(script).write_text(f'exec {shlex.join(relay)} "$@"\n')
         s = self._settings
         words = [
@@ -248,7 +243,7 @@ class ElasticRayExecutor:
         own = ("HOROVOD_", "HVD_", "XDG_")
         env = {k: v for k, v in os.environ.items() if k.startswith(own) or k in ("HOME", "USER", "TMPDIR")} | self._env
         words += ["/bin/sh", "-c", 'eval "$GOHVD_RAY_PROCESS"']
-        command = [*python, "-c", _WITH_PARENT, str(os.getpid()), *words]
+        command = [*with_libraries, *_programs.with_parent(words)]
         # The agents of other hosts run in the working directory of hvdrun. It must be there too.
         process = subprocess.Popen(
             command, env=env, cwd="/", start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -278,12 +273,7 @@ class ElasticRayExecutor:
                 thread.join(_END_SECONDS)
             return status, last[0]
         except BaseException:
-            process.terminate()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _programs.end(process)
             raise
 
     def _collect(self, status: int, line: str) -> list[Any]:

@@ -6,6 +6,7 @@ import multiprocessing.spawn
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,8 @@ def run(
     min_num_proc and max_num_proc are num_proc and there is no host_discovery_script. In an elastic job func calls a
     function that hvd.elastic.run has decorated, and the results are those of the ranks at the end.
 
+    If this process or the thread that calls run ends, the job ends too. After Ctrl-C, the ranks have 5 s to end.
+
     Raises RuntimeError with the errors of the ranks if the job has failed. disable_cache and use_gloo have no effect.
     """
     ranks = num_proc if num_proc is not None else np
@@ -106,7 +109,15 @@ def run(
             _pickler.dump((func, tuple(args), dict(kwargs or {})), f)
         command += [executable or sys.executable, "-m", "horovod.runner.rank", directory]
         path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        status = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+        # In a session of its own, hvdrun gets a Ctrl-C only once: a second signal kills the ranks.
+        process = subprocess.Popen(
+            _programs.with_parent(command), env={**os.environ, "PYTHONPATH": path}, start_new_session=True
+        )
+        try:
+            status = process.wait()
+        except BaseException as e:
+            _programs.end(process, signal.SIGINT if isinstance(e, KeyboardInterrupt) else signal.SIGTERM)
+            raise
         return _collect(directory, status)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
