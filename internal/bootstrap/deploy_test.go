@@ -179,9 +179,10 @@ func TestIndexedJob(t *testing.T) {
 		e := detect(t, env.with("JOB_COMPLETION_INDEX", index, "HOSTNAME", job.Metadata.Name+"-"+index))
 		want := fmt.Sprintf("at a store of rank 0, %s-0.%s:%d", job.Metadata.Name, service.Metadata.Name,
 			KubernetesPort)
-		if e.Kind != Kubernetes || e.Rank != i || e.Size != s.Completions || e.Where() != want {
+		where, _ := e.Where("", 0)
+		if e.Kind != Kubernetes || e.Rank != i || e.Size != s.Completions || where != want {
 			t.Errorf("pod %d is rank %d of %d under %s and meets %s, want rank %d of %d, %s", i, e.Rank, e.Size,
-				e.Kind, e.Where(), i, s.Completions, want)
+				e.Kind, where, i, s.Completions, want)
 		}
 	}
 }

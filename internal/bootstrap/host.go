@@ -2,7 +2,7 @@ package bootstrap
 
 import (
 	"context"
-	"fmt"
+	"errors"
 )
 
 // meetAtHost lets the ranks meet at a host and a port that all of them know in advance. Rank 0 may know only
@@ -12,7 +12,7 @@ func (e *Env) meetAtHost(ctx context.Context, o MeetOptions, m *Place, host stri
 		return ErrNoSecret
 	}
 	if o.Port == 0 {
-		return fmt.Errorf("the port of rank 0 on %s is unknown: choose one with HVD_RENDEZVOUS_PORT", host)
+		return errors.New(noPort(host))
 	}
 	m.Secret, m.Reused = o.Secret, true
 	if e.Rank != 0 {

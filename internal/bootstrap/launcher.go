@@ -1,6 +1,7 @@
 package bootstrap
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"net"
@@ -807,32 +808,50 @@ func findBatch(v *variables) (*Env, string) {
 	return e, why
 }
 
-// Where returns a text for users that says where the ranks meet.
-func (e *Env) Where() string {
-	host := e.host
-	if e.OneHost() && (e.way == atMaster || e.way == atHost && e.Kind == Slurm) {
+// Where returns a text for users that says where the ranks meet, and whether they can meet. host and port are
+// MeetOptions.Host and MeetOptions.Port.
+func (e *Env) Where(host string, port int) (text string, ok bool) {
+	way := e.way
+	switch {
+	case e.Size == 1 && (way != atLauncher || e.host == ""):
+		return "nowhere: there is one rank", true
+	case way == atLauncher:
+		host, port = e.host, e.port
+	case host != "" && way != atMaster && way != byPMI:
+		way = atHost
+	case way == atAgent:
+		port = e.port
+	}
+	host, port = cmp.Or(host, e.host), cmp.Or(port, e.port)
+	if e.OneHost() && (way == atMaster || way == atHost) {
 		host = loopback
 	}
-	at := net.JoinHostPort(host, strconv.Itoa(e.port))
+	at := net.JoinHostPort(host, strconv.Itoa(port))
 	switch {
-	case e.Size == 1 && (e.way != atLauncher || e.host == ""):
-		return "nowhere: there is one rank"
-	case e.way == byFile:
-		return "at a store of rank 0, published in a file in " + e.dir
-	case e.way == byPMI:
-		return "at a store of rank 0, published in the key-value space of PMI"
-	case e.way == atAgent:
-		return "at the TCPStore of torchrun, " + at
-	case e.way == atMaster:
-		return "at a store of rank 0, published at " + at
-	case e.way == atHost && host == "":
-		return fmt.Sprintf("at a store of rank 0, port %d of this host", e.port)
-	case e.way == atHost:
-		return "at a store of rank 0, " + at
-	case e.way == byUser:
-		return "nowhere: " + e.noPlace()
+	case way == byUser:
+		return "nowhere: " + e.noPlace(), false
+	case port == 0 && way == atHost:
+		return "nowhere: " + noPort(host), false
+	case way == byFile:
+		text = "at a store of rank 0, published in a file in " + e.dir
+	case way == byPMI:
+		text = "at a store of rank 0, published in the key-value space of PMI"
+	case way == atAgent:
+		text = "at the TCPStore of torchrun, " + at
+	case way == atMaster:
+		text = "at a store of rank 0, published at " + at
+	case way == atHost && host == "":
+		text = fmt.Sprintf("at a store of rank 0, port %d of this host", port)
+	case way == atHost:
+		text = "at a store of rank 0, " + at
+	default:
+		text = "at the store at " + at
 	}
-	return "at the store at " + at
+	return text, true
+}
+
+func noPort(host string) string {
+	return fmt.Sprintf("the port of rank 0 on %s is unknown: choose one with HVD_RENDEZVOUS_PORT", host)
 }
 
 // noPlace returns a text for users that says why the ranks cannot meet and what to do about it.

@@ -3,6 +3,7 @@ package bootstrap
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -161,6 +162,14 @@ func TestDetect(t *testing.T) {
 			"Kubernetes 2/4 0/1 2/4 train", "train-0.ranks:29550"},
 		{"Kubernetes, full name", kubernetesEnv.with("HOSTNAME", "a-b-2.svc.ns.cluster.local"),
 			"Kubernetes 2/4 0/1 2/4 a-b", "a-b-0.a-b:29550"},
+		{"Kubernetes, another port", kubernetesEnv.with("HVD_RENDEZVOUS_PORT", "7"), "Kubernetes 2/4 0/1 2/4 train",
+			"at a store of rank 0, train-0.train:7"},
+		{"Open MPI, the user's host", openMPIEnv.with("OMPI_COMM_WORLD_SIZE", "8", "HVD_RENDEZVOUS_HOST", "h",
+			"HVD_RENDEZVOUS_PORT", "7"), "Open MPI 2/8 2/4 -1/-1 722141185", "at a store of rank 0, h:7"},
+		{"Open MPI, no port", openMPIEnv.with("OMPI_COMM_WORLD_SIZE", "8", "HVD_RENDEZVOUS_HOST", "h"),
+			"Open MPI 2/8 2/4 -1/-1 722141185", "nowhere: the port of rank 0 on h is unknown"},
+		{"torchrun, another port", torchrunEnv.with("HVD_RENDEZVOUS_PORT", "7"), "torchrun 3/4 1/2 1/2 job7/2",
+			"at the TCPStore of torchrun, head:29500"},
 		{"Kubernetes, alone", kubernetesEnv.with("HVD_SIZE", "1"), "HVD_SIZE=1 0/1 0/1 0/1 ",
 			"nowhere: there is one rank"},
 		{"plain", plainEnv, "plain environment 1/2 -1/-1 -1/-1 ",
@@ -186,8 +195,10 @@ func TestDetect(t *testing.T) {
 			if got != c.want {
 				t.Errorf("got %s, want %s", got, c.want)
 			}
-			if !strings.Contains(e.Where(), c.where) {
-				t.Errorf("the ranks meet %s, want %s", e.Where(), c.where)
+			port, _ := strconv.Atoi(c.env["HVD_RENDEZVOUS_PORT"])
+			where, ok := e.Where(c.env["HVD_RENDEZVOUS_HOST"], port)
+			if !strings.Contains(where, c.where) || ok == (strings.HasPrefix(where, "nowhere") && e.Size > 1) {
+				t.Errorf("the ranks meet %s (%v), want %s", where, ok, c.where)
 			}
 		})
 	}
@@ -508,7 +519,7 @@ func FuzzDetect(f *testing.F) {
 			e.LocalSize > e.Size ||
 			e.CrossRank >= 0 && e.CrossRank >= e.CrossSize || e.host == "" ||
 			e.port < slurmPortFirst || e.port >= slurmPortFirst+slurmPortCount {
-			t.Fatalf("%q gives %s at %s", values, e.place(), e.Where())
+			t.Fatalf("%q gives %s at %s:%d", values, e.place(), e.host, e.port)
 		}
 	})
 }

@@ -256,9 +256,9 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, env *Env, choi
 		set.Rank, set.Size = 0, 1
 		return nil
 	}
+	where, _ := env.Where(set.MeetHost, set.MeetPort)
 	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank),
-		zap.Int("size", env.Size),
-		zap.String("meeting", env.Where()))
+		zap.Int("size", env.Size), zap.String("meeting", where))
 	p, err := env.Meet(ctx, MeetOptions{
 		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort,
 		Interfaces: choice,

@@ -559,8 +559,10 @@ func TestLauncher(t *testing.T) {
 		said    string   // text that some line must contain
 	}{
 		{nil, nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"},
-		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil,
-			"rank 1 of 2, by OMPI_COMM_WORLD_RANK"},
+		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"},
+			[]string{"fail Open MPI: rank 1 of 2, by OMPI_COMM_WORLD_RANK; the ranks meet nowhere: Open MPI does not say"}, ""},
+		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2", "HVD_RENDEZVOUS_HOST=h", "HVD_RENDEZVOUS_PORT=7"}, nil,
+			"the ranks meet at a store of rank 0, h:7"},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT=29500"}, nil,
 			"rank 1 of 2, by RANK; the ranks meet at a store of rank 0, published at 127.0.0.1:29500"},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_UNIQUE_ID=x"}, nil,

@@ -2,10 +2,14 @@ package doctor
 
 import (
 	"context"
+	"strconv"
 
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 )
+
+const fixLauncher = "set the missing variables, start the process with a launcher that sets them, or set " +
+	"HVD_SIZE=1 for a job of one rank"
 
 // launcher reports which launcher has started this process. For each other launcher it reports why the
 // environment does not match that launcher.
@@ -15,13 +19,18 @@ func launcher(_ context.Context, s *System) []Line {
 	for _, l := range found {
 		switch {
 		case l.Matched:
-			where := env.Where()
+			port, _ := strconv.Atoi(s.getenv("HVD_RENDEZVOUS_PORT")) // hvdrun config checks it
+			where, met := env.Where(s.getenv("HVD_RENDEZVOUS_HOST"), port)
 			for _, name := range []string{"HVD_INIT_METHOD", "HVD_UNIQUE_ID"} {
 				if s.getenv(name) != "" {
-					where = "at " + name
+					where, met = "at "+name, true
 				}
 			}
-			lines = append(lines, ok(string(l.Kind), "%s; the ranks meet %s", l.Why, where))
+			line := ok(string(l.Kind), "%s; the ranks meet %s", l.Why, where)
+			if !met {
+				line = fail(line.Name, fixLauncher, "%s", line.Text)
+			}
+			lines = append(lines, line)
 		case l.Suspect && err == nil:
 			lines = append(lines, warn(string(l.Kind),
 				"start the ranks with one launcher, or set HVD_SIZE to the number of ranks if the job is to have fewer",
@@ -32,7 +41,7 @@ func launcher(_ context.Context, s *System) []Line {
 	}
 	if err != nil {
 		lines = append(lines,
-			fail("", "set the missing variables, start the process with a launcher that sets them, or set HVD_SIZE=1 for a job of one rank", "%v", err))
+			fail("", fixLauncher, "%v", err))
 	}
 	return lines
 }
