@@ -377,7 +377,7 @@ func (v *variables) meeting(e *Env, dirs ...string) {
 		e.way = byPMI
 	case ok && e.OneHost():
 		e.way, e.dirName, e.dir = byFile, dirName, v.getenv(dirName)
-	case len(v.unset("MASTER_ADDR", "MASTER_PORT")) == 0:
+	case v.getenv("MASTER_ADDR") != "" && v.getenv("MASTER_PORT") != "":
 		v.master(e)
 		e.loopback = isLoopback(e.host)
 	case len(dirs) > 0 && e.OneHost():
@@ -570,21 +570,25 @@ func findTorchrun(v *variables) (*Env, string) {
 	return e, why
 }
 
-// master makes the ranks meet at MASTER_ADDR and MASTER_PORT, as PyTorch's ranks do.
+// master makes the ranks meet at MASTER_ADDR and MASTER_PORT, as PyTorch's ranks do, or at the host and the
+// port of MeetOptions.
 func (v *variables) master(e *Env) {
-	e.way, e.host, e.port = atMaster, v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
+	e.way, e.host = atMaster, cmp.Or(v.getenv("HVD_RENDEZVOUS_HOST"), v.getenv("MASTER_ADDR"))
+	e.port = v.port("MASTER_PORT")
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
 		return // the settings of gohvd decide where to meet, and a single rank needs no address
 	}
-	if missing := v.unset("MASTER_ADDR", "MASTER_PORT"); len(missing) > 0 {
+	var missing []string
+	if e.host == "" {
+		missing = append(missing, "MASTER_ADDR")
+	}
+	if _, ok := v.firstSet("MASTER_PORT", "HVD_RENDEZVOUS_PORT"); !ok {
+		missing = append(missing, "MASTER_PORT")
+	}
+	if len(missing) > 0 {
 		v.fail("rank %d of %d does not know where the ranks meet: %s not set", e.Rank, e.Size,
 			strings.Join(missing, " and "))
 	}
-}
-
-// unset returns those of the given names whose variables are not set.
-func (v *variables) unset(names ...string) []string {
-	return slices.DeleteFunc(names, func(name string) bool { return v.getenv(name) != "" })
 }
 
 func findPlain(v *variables) (*Env, string) {

@@ -185,6 +185,10 @@ func TestDetect(t *testing.T) {
 			"nowhere: there is one rank"},
 		{"plain, alone", plainEnv.with("HVD_SIZE", "1"), "HVD_SIZE=1 0/1 0/1 0/1 ",
 			"nowhere: there is one rank"},
+		{"plain, the user's host", environment{"RANK": "1", "WORLD_SIZE": "2", "HVD_RENDEZVOUS_HOST": "h",
+			"HVD_RENDEZVOUS_PORT": "7"}, "plain environment 1/2 -1/-1 -1/-1 ", "published at h:7"},
+		{"plain, not loopback", plainEnv.with("MASTER_ADDR", "localhost", "HVD_RENDEZVOUS_HOST", "h"),
+			"plain environment 1/2 -1/-1 -1/-1 ", "published at h:29500"},
 		{"plain, by an id", plainEnv.with("MASTER_ADDR", "", "HVD_UNIQUE_ID", "x"),
 			"plain environment 1/2 -1/-1 -1/-1 ", ""},
 	} {
