@@ -767,22 +767,27 @@ func findKubernetes(v *variables) (*Env, string) {
 	e := newEnv(v.pair("JOB_COMPLETION_INDEX", "HVD_SIZE"))
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
-	e.port = KubernetesPort
+	e.way, e.port = atHost, KubernetesPort
+	// The host name of a pod with hostNetwork is that of its node. So a host that the user gives replaces it.
+	if host := v.getenv("HVD_RENDEZVOUS_HOST"); host != "" {
+		e.JobID, e.host = host, host
+		return e, "JOB_COMPLETION_INDEX"
+	}
 	// The controller of indexed jobs gives a pod the host name <job>-<index>. If the pod sets
 	// setHostnameAsFQDN, a domain follows this name.
 	host := v.getenv("HOSTNAME")
 	name, _, _ := strings.Cut(host, ".")
 	job, ok := strings.CutSuffix(name, "-"+index)
 	if !ok || job == "" {
-		v.fail("HOSTNAME is %s and JOB_COMPLETION_INDEX is %s, want a host name <job>-%s", quote(host),
-			quote(index), index)
+		v.fail("HOSTNAME is %s and JOB_COMPLETION_INDEX is %s, want a host name <job>-%s, or the host of rank 0 in "+
+			"HVD_RENDEZVOUS_HOST", quote(host), quote(index), index)
 	}
 	e.JobID = job
 	domain := v.getenv("HVD_SUBDOMAIN")
 	if domain == "" {
 		domain = job
 	}
-	e.way, e.host = atHost, job+"-0."+domain
+	e.host = job + "-0." + domain
 	return e, "JOB_COMPLETION_INDEX"
 }
 

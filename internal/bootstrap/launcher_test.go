@@ -162,6 +162,8 @@ func TestDetect(t *testing.T) {
 			"Kubernetes 2/4 0/1 2/4 train", "train-0.ranks:29550"},
 		{"Kubernetes, full name", kubernetesEnv.with("HOSTNAME", "a-b-2.svc.ns.cluster.local"),
 			"Kubernetes 2/4 0/1 2/4 a-b", "a-b-0.a-b:29550"},
+		{"Kubernetes, hostNetwork", kubernetesEnv.with("HOSTNAME", "node7", "HVD_RENDEZVOUS_HOST", "train-0.train"),
+			"Kubernetes 2/4 0/1 2/4 train-0.train", "train-0.train:29550"},
 		{"Kubernetes, another port", kubernetesEnv.with("HVD_RENDEZVOUS_PORT", "7"), "Kubernetes 2/4 0/1 2/4 train",
 			"at a store of rank 0, train-0.train:7"},
 		{"Open MPI, the user's host", openMPIEnv.with("OMPI_COMM_WORLD_SIZE", "8", "HVD_RENDEZVOUS_HOST", "h",
