@@ -760,11 +760,16 @@ func findKubernetes(v *variables) (*Env, string) {
 		}
 		return nil, "JOB_COMPLETION_INDEX is not set"
 	}
-	if v.getenv("HVD_SIZE") == "" {
+	sizeName := "HVD_SIZE"
+	switch {
+	case v.getenv("HVD_SIZE") != "":
+	case v.getenv("PET_NNODES") == "1":
+		sizeName = "PET_NNODES" // Kubeflow Trainer sets it for torchrun, and this is the only pod
+	default:
 		v.fail("HVD_SIZE is not set, but JOB_COMPLETION_INDEX is %s: Kubernetes does not tell a pod how many pods there are, so "+
 			"set HVD_SIZE to the number of completions of the job", quote(index))
 	}
-	e := newEnv(v.pair("JOB_COMPLETION_INDEX", "HVD_SIZE"))
+	e := newEnv(v.pair("JOB_COMPLETION_INDEX", sizeName))
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.way, e.port = atHost, KubernetesPort
