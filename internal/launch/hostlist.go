@@ -99,11 +99,13 @@ func parseHost(word string) (Host, error) {
 }
 
 // cutHost splits word into the name of the host and the rest, such as ":2". It removes the brackets around an
-// address.
+// address, also behind a user name.
 func cutHost(word string) (name, rest string, err error) {
 	name = word
-	if inside, behind, closed := strings.Cut(word, "]"); closed && word[0] == '[' {
-		name, rest = inside[1:], behind
+	user, address, open := strings.Cut(word, "[")
+	inside, behind, closed := strings.Cut(address, "]")
+	if open && closed && (user == "" || strings.HasSuffix(user, "@")) {
+		name, rest = user+inside, behind
 	} else if at := strings.IndexByte(word, ':'); at >= 0 && at == strings.LastIndexByte(word, ':') {
 		name, rest = word[:at], word[at:]
 	}
