@@ -51,6 +51,9 @@ def run(
     ranks = context.defaultParallelism if num_proc is None else num_proc
     if ranks < 1:
         raise ValueError(f"got num_proc {num_proc}, want at least 1")
+    dynamic = context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true"
+    if dynamic and not context.master.startswith("local"):  # it may have no executors before a job, and then refuses it
+        raise RuntimeError("gohvd: Spark's barrier mode needs spark.dynamicAllocation.enabled=false, but it is true")
     limit = float(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", 600) if start_timeout is None else start_timeout)
     _wait_for_slots(context, ranks, limit)
     variables = ({"HOROVOD_LOG_LEVEL": "debug"} if verbose >= 2 else {}) | (env or {})

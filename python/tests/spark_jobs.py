@@ -170,6 +170,13 @@ class SparkTest(Bounded):
             self.assertEqual(first.result(), [None])
         self.assertEqual(len(gohvd.spark.run(place, num_proc=4)), 4)
 
+    def test_dynamic_allocation(self) -> None:
+        context = self.session.sparkContext
+        conf = context.getConf().set("spark.dynamicAllocation.enabled", "true")
+        with unittest.mock.patch.object(context, "getConf", return_value=conf):
+            with self.assertRaisesRegex(RuntimeError, "spark.dynamicAllocation.enabled=false"):
+                gohvd.spark.run(place, num_proc=1)
+
     def test_other_version(self) -> None:
         with unittest.mock.patch.object(gohvd.spark, "__version__", "0.0.1"):
             with self.assertRaisesRegex(RuntimeError, r"driver has version 0\.0\.1, but workers have .* on [ab]: "):
