@@ -12,10 +12,11 @@ from . import _programs
 
 class Store:
     """A store with a secret of its own, on a free port of an address of this host. It is served until ``close``, or
-    until this process ends.
+    until this process ends. The host may be an IPv6 address in brackets, as Spark writes it.
     """
 
     def __init__(self, host: str) -> None:
+        host = host.strip("[]")
         secret = secrets.token_hex(32)
         command = [_programs.path_of_hvdrun(), "store", "--listen", f"{_bracketed(host)}:0", "--secret-file", "-"]
         # In a session of its own, it is not ended by a Ctrl-C that the program may handle.

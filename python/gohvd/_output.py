@@ -30,11 +30,14 @@ Place = tuple[str, int, bytes]
 
 
 class Receiver(socketserver.ThreadingTCPServer):
-    """A context in which lines of the ranks are written to streams, as hvdrun writes them."""
+    """A context in which lines of the ranks are written to streams, as hvdrun writes them. IPv6 addresses may have
+    brackets.
+    """
 
     daemon_threads = True
 
     def __init__(self, host: str, bind: str, stdout: IO[str], stderr: IO[str], timestamps: bool) -> None:
+        host, bind = host.strip("[]"), bind.strip("[]")
         self.address_family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         super().__init__((bind, 0), _Connection)
         self.key = secrets.token_bytes(32)

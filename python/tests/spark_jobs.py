@@ -25,7 +25,7 @@ from pyspark.sql import SparkSession
 
 import gohvd.numpy as hvd
 import gohvd.spark
-from gohvd import _output
+from gohvd import _meeting, _output
 from cluster_jobs import ELEMENTS, HOSTS, ISOLATED, place, sum_of_ranks, two_hosts, without_secret
 from programs import Bounded
 
@@ -212,8 +212,12 @@ class SparkTest(Bounded):
             horovod.spark.run_elastic
 
 
-class OutputTest(Bounded):
-    """Tests of the port for output, without Spark."""
+class PortsTest(Bounded):
+    """Tests of the ports of a job without Spark, which writes IPv6 addresses with brackets."""
+
+    def test_store(self) -> None:
+        with contextlib.closing(_meeting.Store("[::1]")) as store:
+            self.assertEqual(store.place["HOROVOD_GLOO_RENDEZVOUS_ADDR"], "::1")
 
     def test_only_with_the_key(self) -> None:
         out = io.StringIO()
@@ -221,7 +225,7 @@ class OutputTest(Bounded):
             "import ast, os, sys; from gohvd import _output\n"
             "with _output.sent(ast.literal_eval(sys.argv[1]), 3): os.write(1, b'a line without end')\n"
         )
-        with _output.Receiver("127.0.0.1", "127.0.0.1", out, io.StringIO(), timestamps=False) as receiver:
+        with _output.Receiver("[::1]", "[::1]", out, io.StringIO(), timestamps=False) as receiver:
             host, port, key = receiver.place
             with socket.create_connection((host, port), _LIMIT_SECONDS) as silent:  # the others do not wait for it
                 for place in (host, port, b"?" * 32), (host, port, key), (host, 1, key):
