@@ -153,7 +153,8 @@ class _Watch:
         self._thread = threading.Thread(target=self._run, name="gohvd.spark", daemon=True)
 
     def __enter__(self) -> _Watch:
-        self._before = [(key, self._context.getLocalProperty(key)) for key in ("spark.jobGroup.id", "spark.job.description")]
+        keys = "spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel"  # those that setJobGroup sets
+        self._before = [(key, self._context.getLocalProperty(key)) for key in keys]
         self._context.setJobGroup(self._group, f"gohvd: {self._ranks} ranks")
         self._thread.start()
         return self

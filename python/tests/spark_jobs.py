@@ -134,7 +134,10 @@ class SparkTest(Bounded):
         for rank in range(2):
             self.assertRegex(out.getvalue(), rf"(?m)^{clock}\[{rank}\]<stdout>:second {rank}$")
             self.assertRegex(err.getvalue(), rf"(?m)^{clock}\[{rank}\]<stderr>:a child$")
+        context = self.session.sparkContext
+        context.setJobGroup("mine", "", interruptOnCancel=True)
         self.assertEqual(gohvd.spark.run(lambda a, b: (a, b), (1,), {"b": 2}, num_proc=2), [(1, 2)] * 2)
+        self.assertEqual(context.getLocalProperty("spark.job.interruptOnCancel"), "true")
         self.assertEqual(gohvd.spark.run(os.getenv, ("GREETING",), num_proc=4), [None] * 4)  # nothing is left
 
     def test_attempts(self) -> None:
