@@ -127,6 +127,8 @@ func TestUnderSlurm(t *testing.T) {
 		sbatch --quiet --wait -N2 --ntasks=3 --distribution=plane=2 --output=out script; cat out`, places(2, 1)...)
 	run("hvdrun in salloc", "salloc --quiet -N2 --ntasks-per-node=2 HVDRUN -np 3 --tag-output=false SELF",
 		places(2, 1)...)
+	run("name of the node", `printf '#!/bin/sh\nexec HVDRUN --tag-output=false printenv SLURMD_NODENAME\n' >script
+		sbatch --quiet --wait -N2 --output=out script; cat out`, "(?m)^n1$", "(?m)^n2$")
 	// The job has no GPU, so srun would fail if it took the limit for itself.
 	run("limits for each task", `salloc --quiet -N2 --ntasks-per-node=2 \
 		env SLURM_GPUS_PER_TASK=1 HVDRUN --tag-output=false SELF`, places(2, 2)...)

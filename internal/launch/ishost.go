@@ -37,7 +37,7 @@ func IsOfHost(name string) bool {
 	}
 	switch name {
 	case "HOSTNAME", "HVD_HOSTID", "DISPLAY", "TMPDIR", "TMP", "TEMP", "HOME", "USER", "LOGNAME", "SHELL",
-		"MAIL", "PWD", "OLDPWD", "_":
+		"MAIL", "PWD", "OLDPWD", "SLURMD_NODENAME", "_":
 		return true
 	}
 	// Each host decides which devices a process may use. Horovod does not send CUDA_VISIBLE_DEVICES either.
