@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/doctor"
+	"github.com/gohvd/gohvd/internal/launch"
 )
 
 const (
@@ -85,7 +86,9 @@ func (r *runner) runDoctor(given *doctorFlags) error {
 		return err
 	}
 	for _, h := range hosts {
-		s.Hosts = append(s.Hosts, h.Name)
+		if !launch.IsThisHost(h.Name) { // a job needs no agent here
+			s.Hosts = append(s.Hosts, h.Name)
+		}
 	}
 	s.Agent = given.where.reach
 

@@ -97,6 +97,10 @@ func TestDoctorReachesAsJobsDo(t *testing.T) {
 	if l := lines["host h1"]; l.Status != doctor.OK {
 		t.Errorf("got %+v, want the host reached", l)
 	}
+	lines, _, _ = examined(t, "--agent", "false", "-H", "localhost,127.0.0.1:2")
+	if l := lines["hosts"]; l.Status != doctor.OK {
+		t.Errorf("got %+v, want no agent for this host", lines)
+	}
 	if lines, _, _ = examined(t, "--agent", "{host}"); lines["agent"].Status != doctor.Warn {
 		t.Errorf("got %+v, want a warning", lines["agent"])
 	}

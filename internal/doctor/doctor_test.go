@@ -188,7 +188,7 @@ func TestABrokenMachine(t *testing.T) {
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken", "warn ranks: limits of this host are unknown",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
-		"warn agent: broken; only jobs on several hosts", "ok hosts: no hosts were given",
+		"warn agent: broken; only jobs on several hosts", "ok hosts: no other hosts were given",
 		"ok hvdrun", "ok HVD_SIZE=1", "ok torchrun", "ok Open MPI", "ok MVAPICH", "ok LSF jsrun",
 		"ok MPICH (PMI)", "ok Flux", "ok Slurm", "ok Kubernetes", "ok AWS Batch", "ok plain environment", "ok Cray PALS",
 		"ok Cray ALPS", "ok PMIx", "ok PMI over a port", "ok PBS pbsdsh",

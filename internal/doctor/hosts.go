@@ -28,7 +28,7 @@ func agent(_ context.Context, s *System) []Line {
 // hosts runs the command true on each host, concurrently.
 func hosts(ctx context.Context, s *System) []Line {
 	if len(s.Hosts) == 0 {
-		return []Line{ok("", "no hosts were given with --hosts")}
+		return []Line{ok("", "no other hosts were given with --hosts")}
 	}
 	lines := make([]Line, len(s.Hosts))
 	turns := make(chan struct{}, maxAgents)
