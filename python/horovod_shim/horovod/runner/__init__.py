@@ -60,9 +60,10 @@ def run(
 
     With use_mpi, hvdrun runs mpirun with the arguments mpi_args (docs/mpi.md).
 
-    The job is elastic (docs/elastic.md) with a host_discovery_script, a min_num_proc or a max_num_proc. It is not if
-    min_num_proc and max_num_proc are num_proc and there is no host_discovery_script. In an elastic job func calls a
-    function that hvd.elastic.run has decorated, and the results are those of the ranks at the end.
+    The job is elastic (docs/elastic.md) with a host_discovery_script or a min_num_proc. It is not if min_num_proc and
+    max_num_proc are num_proc and there is no host_discovery_script. In an elastic job func calls a function that
+    hvd.elastic.run has decorated, and the results are those of the ranks at the end. In others, max_num_proc has no
+    effect.
 
     If this process or the thread that calls run ends, the job ends too. After Ctrl-C, the ranks have 5 s to end.
 
@@ -71,7 +72,7 @@ def run(
     ranks = num_proc if num_proc is not None else np
     least = min_num_proc if min_num_proc is not None else min_np
     most = max_num_proc if max_num_proc is not None else max_np
-    if host_discovery_script is None and least == most == ranks:
+    if host_discovery_script is None and (least is None or least == most == ranks):
         least = most = None  # some programs say so of a job that is not elastic
     command = [_programs.path_of_hvdrun()]
     options = {
