@@ -2,14 +2,12 @@ package doctor
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"path"
-	"slices"
 	"strings"
 
 	"github.com/gohvd/gohvd/internal/config"
@@ -102,112 +100,6 @@ func onOff(on bool) string {
 	return "off"
 }
 
-const (
-	// loaderCache is the file in which ldconfig lists the libraries in the loader's folders (ldconfig(8)).
-	loaderCache = "etc/ld.so.cache"
-	// maxCacheBytes caps how much of that file is read. The file usually has 20 to 200 KiB.
-	maxCacheBytes = 16 << 20
-)
-
-// libraries reports where the loader would find the libraries for GPUs if it ran in the environment of the
-// ranks. In the list of names in this function, a name that ends in a dot stands for all versions of a
-// library.
-func libraries(_ context.Context, s *System) []Line {
-	var lines []Line
-	cached, err := s.cachedLibraries()
-	if err != nil {
-		return []Line{warn("", "run ldconfig", "%v", err)}
-	}
-	for _, name := range []string{"libnccl.so.2", "libcudart.so."} {
-		files := s.findLibrary(name, cached)
-		label := strings.TrimSuffix(name, ".")
-		if len(files) == 0 {
-			lines = append(lines, ok(label, "not found by the loader"))
-			continue
-		}
-		lines = append(lines, ok(label, "%s", strings.Join(files, ", ")))
-	}
-	return lines
-}
-
-// cachedLibraries returns the paths in the loader's cache. In the cache each path ends in a zero byte. If
-// there is no cache, as on systems with musl, cachedLibraries returns no paths.
-func (s *System) cachedLibraries() ([]string, error) {
-	f, err := s.Root.Open(loaderCache)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, maxCacheBytes))
-	if err != nil {
-		return nil, err
-	}
-	var all []string
-	for part := range bytes.SplitSeq(text, []byte{0}) {
-		// No zero byte precedes the first path, so skip what comes before its slash. A name that is not a
-		// path has no slash.
-		if at := bytes.IndexByte(part, '/'); at >= 0 {
-			all = append(all, string(part[at:]))
-		}
-	}
-	return all, nil
-}
-
-// findLibrary returns the existing files with the given name. If name ends in a dot, it returns the files
-// whose names begin with it. It searches the same places as the loader, in the same order (ld.so(8)): the
-// folders of LD_LIBRARY_PATH, the paths in cached, and the default folders.
-func (s *System) findLibrary(name string, cached []string) []string {
-	matches := func(base string) bool {
-		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
-	}
-	var files []string
-	add := func(file string) {
-		file = path.Clean(file)
-		if !slices.Contains(files, file) {
-			if _, err := fs.Stat(s.Root, strings.TrimPrefix(file, "/")); err == nil {
-				files = append(files, file)
-			}
-		}
-	}
-	addFolder := func(folder string) {
-		if !path.IsAbs(folder) {
-			return // a relative folder depends on the working directory, which differs from job to job
-		}
-		entries, err := fs.ReadDir(s.Root, inRoot(folder))
-		if err != nil {
-			return // the loader also ignores a folder that cannot be read
-		}
-		for _, e := range entries {
-			if matches(e.Name()) {
-				add(path.Join(folder, e.Name()))
-			}
-		}
-	}
-	for folder := range strings.SplitSeq(s.getenv("LD_LIBRARY_PATH"), ":") {
-		addFolder(folder)
-	}
-	for _, file := range cached {
-		if matches(path.Base(file)) {
-			add(file)
-		}
-	}
-	for _, folder := range []string{"/lib64", "/usr/lib64", "/lib", "/usr/lib"} {
-		addFolder(folder)
-	}
-	return files
-}
-
-// inRoot converts an absolute path to the name of the same file in System.Root.
-func inRoot(abs string) string {
-	if name := strings.TrimPrefix(path.Clean(abs), "/"); name != "" {
-		return name
-	}
-	return "."
-}
-
 // getenv returns the value of a variable in Environ, or "" if the variable is not there. If it is there more
 // than once, the last value counts, as in a program.
 func (s *System) getenv(name string) (value string) {
@@ -246,12 +138,4 @@ func nvidia(_ context.Context, s *System) []Line {
 func (s *System) gpuFiles() []string {
 	files, _ := fs.Glob(s.Root, "dev/nvidia[0-9]*") // Glob fails only for a malformed pattern
 	return files
-}
-
-func mpirun(_ context.Context, s *System) []Line {
-	file, err := s.LookPath("mpirun")
-	if err != nil {
-		return []Line{ok("", "not found")}
-	}
-	return []Line{ok("", "%s", file)}
 }

@@ -79,10 +79,8 @@ func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool
 func Checks() []Check {
 	return []Check{
 		{"build", "build", built},
-		{"found at run time", "libraries", libraries},
 		{"found at run time", "nvidia", nvidia},
 		{"found at run time", "nccl", nccl},
-		{"found at run time", "mpirun", mpirun},
 		{"python", "python", python},
 		{"processor", "simd", simd},
 		{"processor", "cores", cores},

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -48,57 +47,6 @@ func TestBuilt(t *testing.T) {
 			t.Errorf("%v: got %+v, want %+v", c.settings, b, c.want)
 		}
 	}
-}
-
-// TestLibraries checks that libraries are found in the folders of LD_LIBRARY_PATH, in the loader's cache and
-// in the default folders, and that several files are reported in the loader's order.
-func TestLibraries(t *testing.T) {
-	const cache = "glibc-ld.so.cache1.1table/opt/c/libcudart.so.12\x00libnccl.so.2\x00/opt/n/libnccl.so.2\x00/gone/libnccl.so.2\x00" +
-		"/opt/n/libnccl.so.23\x00/lib/libcudart.so\x00"
-	opt := files{"opt/n/libnccl.so.2": "", "opt/n/libnccl.so.23": "", "opt/c/libcudart.so.12": ""}
-	for name, c := range map[string]struct {
-		files       files
-		path        string
-		nccl, cudar string
-	}{
-		"none": {files{}, "", "not found", "not found"},
-		"cache": {opt.with(files{loaderCache: cache}), "", "/opt/n/libnccl.so.2",
-			"/opt/c/libcudart.so.12"},
-		"not in it": {opt, "", "not found", "not found"},
-		"path": {opt.with(files{"relative/libnccl.so.2": "", "libnccl.so.2": ""}),
-			"relative::/none:/opt/n/:/opt/c", "/opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
-		"root as path": {files{"libnccl.so.2": ""}, "/", "/libnccl.so.2", "not found"},
-		"path first": {opt.with(files{loaderCache: cache, "me/libnccl.so.2": ""}), "/me:/opt/n",
-			"/me/libnccl.so.2, /opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
-		"own folder": {files{"usr/lib/libnccl.so.2": "", "lib64/libcudart.so.11.0": ""}, "",
-			"/usr/lib/libnccl.so.2", "/lib64/libcudart.so.11.0"},
-		"two versions": {files{"lib/libcudart.so.11.0": "", "lib/libcudart.so.12": ""}, "", "not found",
-			"/lib/libcudart.so.11.0, /lib/libcudart.so.12"},
-	} {
-		s := soundSystem()
-		s.Root = c.files.fs()
-		s.Environ = []string{"LD_LIBRARY_PATH=/overridden", "LD_LIBRARY_PATH=" + c.path}
-		lines := look(t, s, "libraries")
-		holds(t, name, lines, "ok libnccl.so.2", "ok libcudart.so")
-		for i, want := range []string{c.nccl, c.cudar} {
-			if want == "not found" {
-				want += " by the loader"
-			}
-			if lines[i].Text != want {
-				t.Errorf("%s: %s: got %q, want %q", name, lines[i].Name, lines[i].Text, want)
-			}
-		}
-	}
-	s := soundSystem()
-	s.Root = refusing{}
-	holds(t, "refused", look(t, s, "libraries"), "warn libraries: permission denied")
-}
-
-// refusing is a file system that refuses to open any file.
-type refusing struct{}
-
-func (refusing) Open(name string) (fs.File, error) {
-	return nil, &fs.PathError{Op: "open", Path: name, Err: fs.ErrPermission}
 }
 
 func TestNvidia(t *testing.T) {
@@ -157,10 +105,6 @@ func TestNCCL(t *testing.T) {
 		holds(t, name, lines, "warn nccl: "+c.want)
 		holds(t, name, lines, "warn nccl: "+c.fix)
 	}
-}
-
-func TestMpirun(t *testing.T) {
-	holds(t, "there", look(t, soundSystem(), "mpirun"), "ok mpirun: /usr/bin/mpirun")
 }
 
 func TestSIMD(t *testing.T) {

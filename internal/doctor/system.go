@@ -27,8 +27,7 @@ import (
 
 // System describes a machine to the checks. The checks use a System concurrently and do not change it.
 type System struct {
-	// Root is the root of the file system. The checks read the folders /proc, /sys, /dev and /etc, and the
-	// folders of the loader.
+	// Root is the root of the file system. The checks read the folders /proc, /sys, /dev and /etc.
 	Root fs.FS
 	// Environ is the environment of the ranks, in the form NAME=value.
 	Environ []string
