@@ -4,27 +4,9 @@
 // store of a unique id ([OpenIDs]). It also finds the address of this host on which the rank listens at
 // first ([Addresses]).
 //
-// [Detect] looks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
-// programs that set Horovod's variables, HVD_SIZE=1, torchrun, Open MPI, MVAPICH, LSF jsrun, MPICH and others
-// that speak PMI, Flux, Slurm, Kubernetes, AWS Batch, the plain variables of PyTorch, and last the launchers
-// that tell a process only its rank: Cray PALS, Cray ALPS, PMIx, PMI over a port, and pbsdsh. So if mpirun
-// runs inside a job of Slurm or Kubernetes, mpirun wins. If it has started a job of one rank, but Slurm has
-// started this process as one of several, Detect returns an error.
-//
-//	kind        ranks meet at                                       secret
-//	hvdrun      the store of hvdrun                                 given by hvdrun
-//	HVD_SIZE=1  nowhere: the process is a job of its own
-//	Open MPI,   a store of rank 0, published in a 0600 file in      made by rank 0, in that file
-//	Flux        the job's session directory; one host only
-//	MPICH, PMI  a store of rank 0, published in the key-value space made by rank 0, in that space
-//	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, handed over a socket
-//	Slurm       a store of rank 0, on the first host of the step    given by the user
-//	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
-//	AWS Batch   a store of rank 0, on the main node                 given by the user
-//	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, handed over a socket
-//	            MASTER_ADDR:MASTER_PORT
-//	others      where the user says: as plain, or at                as plain, or given by the user
-//	            MeetOptions.Host
+// [Detect] looks for the kinds of launchers in the order of docs/launchers.md, and the first match wins. So
+// if mpirun runs inside a job of Slurm or Kubernetes, mpirun wins. If it has started a job of one rank, but
+// Slurm has started this process as one of several, Detect returns an error.
 //
 // Launchers differ in how their ranks meet. There are six ways, each in a file: hvdrun.go (at hvdrun's
 // store), torchrun.go (at the TCPStore of torchrun's agent), master.go (at MASTER_ADDR and MASTER_PORT),
