@@ -432,28 +432,40 @@ func TestBadPaths(t *testing.T) {
 	}
 }
 
-// Start removes the files of an earlier timeline with the same path, and no other files, as a timeline
-// t.2.json.
+// A timeline and its segments replace only those of an earlier timeline with the same path, and no other
+// files, as the timeline t.2.json, which is at its segment 2. With Config.New they replace none.
 func TestLeftovers(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "t.json")
-	old := testConfig(filepath.Join(dir, "t.2.json"))
-	mustClose(t, mustStart(t, old, quick))
-	text, err := os.ReadFile(old.Path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	text = bytes.Replace(text, []byte(`"segment":1,`), []byte(`"segment":5,`), 1)
-	if err := os.WriteFile(filepath.Join(dir, "t.5.json"), text, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	rank := testConfig(PathOf(path, 1))
-	mustClose(t, mustStart(t, rank, quick))
 	for _, name := range []string{"t.1.json", "t.x.json", "t.03.json", ".t.json.new"} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte("mine"), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
+	mustClose(t, mustStart(t, testConfig(PathOf(path, 1)), quick))
+	for _, of := range []string{filepath.Join(dir, "t.2.json"), path} {
+		cfg := testConfig(of)
+		cfg.New, cfg.MaxBytes = true, 8*4000
+		tl := mustStart(t, cfg, quick)
+		for i := uint64(1); mustRead(t, of).Segment < 2; i++ {
+			tl.Record(simple(i, "g"))
+			if err := tl.Write(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		mustClose(t, tl)
+	}
+	if got, want := fmt.Sprint(folder(t, dir)),
+		"[t.03.json t.1.json t.2.1.json t.2.json t.3.json t.json t.rank1.json t.x.json]"; got != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	fresh := testConfig(path)
+	fresh.New = true
+	_, err := Start(fresh)
+	testnet.WantError(t, err, "t.3.json exists: choose another name")
 	link := filepath.Join(dir, "link.json")
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -468,7 +480,7 @@ func TestLeftovers(t *testing.T) {
 		t.Errorf("got %d operations in the file that the link names", n)
 	}
 	if got, want := fmt.Sprint(folder(t, dir)),
-		"[link.json t.03.json t.1.json t.2.json t.json t.rank1.json t.x.json]"; got != want {
+		"[link.json t.03.json t.1.json t.2.1.json t.2.json t.json t.rank1.json t.x.json]"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
 }

@@ -3,6 +3,7 @@ package timeline
 import (
 	"encoding/json"
 	"maps"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"time"
@@ -110,6 +111,7 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	dst = number(meta(append(dst, "}}"...), "process_sort_index", "0"), "sort_index", 0)
 	dst = number(meta(append(dst, "}}"...), "hvd_rank", "0"), "rank", int64(f.cfg.Rank))
 	dst = number(dst, "size", int64(f.cfg.Size))
+	dst = text(dst, "file", filepath.Base(f.cfg.Path))
 	dst = text(dst, "host", f.cfg.Host)
 	dst = number(dst, "epoch", int64(f.cfg.Epoch))
 	dst = number(dst, "segment", int64(segment))

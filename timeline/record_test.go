@@ -200,7 +200,7 @@ func TestText(t *testing.T) {
 	want := `[
 {"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":1700000000123456}},
 {"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}},
-{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":0,"size":4,"host":"h","epoch":7,"segment":1,"clock_domain":"boot/1","monotonic_us":5000000.001,"dropped":0,"version":1}},
+{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":0,"size":4,"file":"t.json","host":"h","epoch":7,"segment":1,"clock_domain":"boot/1","monotonic_us":5000000.001,"dropped":0,"version":1}},
 {"name":"hvd_job","ph":"M","pid":0,"args":{"gohvd":"0.7.0","command":["python","train \"x\".py"],"settings":{"HVD_A":"1","HVD_B":"2"}}},
 {"name":"hvd_set","ph":"M","pid":0,"args":{"set":1,"ranks":[1]}},
 {"name":"hvd_set","ph":"M","pid":0,"args":{"set":3,"ranks":[0,2]}},

@@ -22,7 +22,7 @@ import (
 type sink interface {
 	// begin starts a new file with the content in first. The parameter tail is the number of bytes at the end
 	// of first that complete the file. The next write overwrites these bytes. The previous file becomes the
-	// segment with the given number.
+	// segment with the given number, or with the next one that no file has.
 	begin(number int, first []byte, tail int) error
 	// write replaces the tail of the file by the bytes in p and a new tail, so that the file is complete
 	// again. It returns how many bytes of p were written, even if it fails.
@@ -152,8 +152,8 @@ func (d *disk) create() (*os.File, error) {
 // but at most 64 MiB, because viewers are slow with larger files and copying a growing file takes longer.
 func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 
-// segments returns the names of the closed segments of path. These are the files that have the name and the
-// content of a segment with the same number.
+// segments returns the names of the closed segments of path. These are the files that have the name of a
+// numbered segment and were written as a part of the timeline path.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
 	stem, ext := outfile.Split(base)
@@ -164,20 +164,21 @@ func segments(path string) (names []string, err error) {
 			continue
 		}
 		number, ok = strings.CutSuffix(number, ext)
-		n, err := strconv.ParseUint(number, 10, 31)
-		if !ok || err != nil || strconv.FormatUint(n, 10) != number {
+		if n, err := strconv.ParseUint(number, 10, 31); !ok || err != nil ||
+			strconv.FormatUint(n, 10) != number {
 			continue
 		}
-		if name := dir + e.Name(); isSegment(name, n) {
+		if name := dir + e.Name(); isSegment(name, base) {
 			names = append(names, name)
 		}
 	}
 	return names, err
 }
 
-// isSegment reports whether a file begins as a segment with the given number does. A file that has the name
-// of a segment but is none must not be removed.
-func isSegment(name string, number uint64) bool {
+// isSegment reports whether a file begins as a segment of the timeline with the given name does. A file that
+// has the name of a segment but is another one must not be removed, such as the timeline t.2.json, of which
+// t.json has a segment 2 too.
+func isSegment(name, of string) bool {
 	f, err := os.Open(name)
 	if err != nil {
 		return false
@@ -189,10 +190,10 @@ func isSegment(name string, number uint64) bool {
 			return false
 		}
 	}
-	head := make([]byte, 1<<10)
+	head := make([]byte, 4<<10)
 	n, _ := io.ReadFull(r, head) // the file may be shorter than head
-	return bytes.Contains(head[:n], []byte(`"hvd_rank"`)) &&
-		bytes.Contains(head[:n], fmt.Appendf(nil, `,"segment":%d,`, number))
+	return bytes.Contains(head[:n], []byte(`"hvd_rank"`)) && bytes.Contains(head[:n],
+		appendString([]byte(`"file":`), of))
 }
 
 // remove removes a file. If the file does not exist it returns nil.
@@ -242,15 +243,20 @@ func (d *disk) claim() error {
 	return f.Close()
 }
 
-// keep closes the file and renames it to the segment with the given number. Then it removes the oldest
-// segments until one more segment fits within the limit.
+// keep closes the file and renames it to the segment with the given number, or with the next one that no file
+// has. Then it removes the oldest segments until one more segment fits within the limit.
 func (d *disk) keep(number int) error {
 	if err := d.checkPath(); err != nil {
 		return err
 	}
-	name := beside(d.path, strconv.Itoa(number))
-	if err := remove(name); err != nil {
-		return err
+	var name string
+	for ; ; number++ {
+		name = beside(d.path, strconv.Itoa(number))
+		if _, err := os.Lstat(name); errors.Is(err, fs.ErrNotExist) {
+			break
+		} else if err != nil {
+			return err
+		}
 	}
 	// If the file system has hard links, the path keeps naming the old file until the next file replaces it.
 	// Otherwise no file has the name path for a moment.

@@ -100,7 +100,8 @@ func TestTimelinesThatTheLauncherStarts(t *testing.T) {
 						}
 						refused("now ", "exists: choose another name")
 						old := []string{"old.7.json", "old.rank1.7.json"}[r.Rank] // a segment of an earlier timeline
-						if err := os.WriteFile(old, []byte(`[{"name":"hvd_rank","args":{"rank":0,"segment":7,`), 0o600); err != nil {
+						of := []string{"old.json", "old.rank1.json"}[r.Rank]
+						if err := os.WriteFile(old, fmt.Appendf(nil, `[{"name":"hvd_rank","args":{"rank":0,"file":%q,`, of), 0o600); err != nil {
 							t.Error(err)
 						}
 						refused("now old.json", old+" exists: choose another name")

@@ -383,7 +383,7 @@ func (c *checker) header(e *event) error {
 	case 3:
 		var a struct {
 			Rank, Size, Segment, Version *int
-			Host                         *string
+			Host, File                   *string // files of gohvd 0.7.0 have no File
 			Epoch, Dropped               *uint64
 			Domain                       *string          `json:"clock_domain"`
 			Monotonic                    *json.RawMessage `json:"monotonic_us"`

@@ -12,7 +12,7 @@ import (
 const sound = `[
 {"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":1}},
 {"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}},
-{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":1,"size":2,"host":"h","epoch":7,"segment":1,"clock_domain":"d","monotonic_us":5,"dropped":0,"version":1}},
+{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":1,"size":2,"file":"t.json","host":"h","epoch":7,"segment":1,"clock_domain":"d","monotonic_us":5,"dropped":0,"version":1}},
 {"name":"hvd_clock","ph":"i","s":"p","ts":1,"pid":0,"args":{"offset_us":-1.5,"error_us":0.25}},
 {"name":"CYCLE_START","ph":"i","s":"g","ts":2,"pid":0},
 {"name":"process_name","ph":"M","pid":1,"args":{"name":"g [set 3]"}},
