@@ -24,9 +24,9 @@ type Findings struct {
 	// Epoch is the newest epoch in the snapshots. Snapshots of older epochs are not used.
 	Epoch uint64 `json:"epoch"`
 	// Waiting has the tensors that some ranks have asked for and that are not granted. They are in this
-	// order: tensors that wait for known ranks, tensors that may wait for ranks that did not answer, joins
-	// that wait for known ranks, and tensors that all ranks have asked for. Within each of these classes,
-	// tensors that have waited longer come first.
+	// order: tensors that wait for known ranks, tensors of which this is not known, joins that wait for known
+	// ranks, and tensors that all ranks have asked for. Within each of these classes, tensors that have
+	// waited longer come first.
 	Waiting []Waiting `json:"waiting"`
 	// Running has the operations that were granted and have not ended at all ranks. Operations that some rank
 	// is executing come first. Within each part, longer operations come first.
@@ -49,9 +49,10 @@ type Waiting struct {
 	Ranks    []int             `json:"ranks"`      // the ranks that have asked for the tensors
 	Longest  time.Duration     `json:"longest_ns"` // the longest time that one of the tensors has waited
 	Missing  []Missing         `json:"missing"`    // the ranks that have not asked for the tensors
-	// Silent has the ranks of which this is not known, because they did not answer, or because not all of
-	// their pending operations are in their snapshots.
-	Silent []int `json:"silent"`
+	// Silent has the ranks of which this is not known because they did not answer, and Unknown those of which
+	// it is not known because not all of their pending operations are in their snapshots.
+	Silent  []int `json:"silent"`
+	Unknown []int `json:"unknown"`
 }
 
 // Missing is a rank that has not asked for a tensor.
@@ -282,8 +283,8 @@ type pendingTensor struct {
 	since   time.Duration
 	// among are the ranks that the records of the tensor name. It is nil if all members of the set take
 	// part.
-	among                                           []int
-	waiting, queued, inside, ended, missing, silent []int
+	among                                                    []int
+	waiting, queued, inside, ended, missing, silent, unknown []int
 }
 
 // pendingTensors returns all tensors that are pending at some rank. They are in the order of the ranks, and
@@ -332,7 +333,8 @@ func (t *pendingTensor) addAmong(ranks []int) {
 
 // classify adds each member of the process set to the list that says how far the member is with the tensor.
 func (t *pendingTensor) classify(views []*view, members []int) {
-	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
+	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent,
+		&t.unknown} {
 		*list = []int{} // not nil, so that JSON has [] and not null
 	}
 	var before uint64 // the newest grant that ended at a rank where the tensor is pending again
@@ -356,7 +358,7 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 		} else if v.joined[t.set] {
 			continue // a rank that has joined is never missing, because it takes part as an absent rank
 		} else if v.NotShown > 0 {
-			list = &t.silent // the tensor may be one of those that are not in the snapshot
+			list = &t.unknown // the tensor may be one of those that are not in the snapshot
 		}
 		*list = append(*list, r)
 	}
@@ -397,7 +399,7 @@ func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
 		t := g[0]
 		w := Waiting{
 			Set: t.set, Kind: t.kind, Names: names(g), NumNames: len(g), Ranks: t.waiting, Longest: t.since,
-			Missing: []Missing{}, Silent: t.silent,
+			Missing: []Missing{}, Silent: t.silent, Unknown: t.unknown,
 		}
 		for _, r := range t.missing {
 			v := views[r]
@@ -420,7 +422,7 @@ func (w *Waiting) class() int {
 	switch {
 	case len(w.Missing) > 0 && w.Kind != message.Join:
 		return 0
-	case len(w.Silent) > 0:
+	case len(w.Silent)+len(w.Unknown) > 0:
 		return 1
 	case len(w.Missing) > 0:
 		return 2

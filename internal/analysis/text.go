@@ -20,16 +20,16 @@ const maxRankLines = 64
 func (f *Findings) HasEntries() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
 // Blame records which ranks ended the job. If an operation may wait for one of them, Blame removes all other
-// ranks from the missing and silent ranks of this operation, because they may have been about to ask for it.
+// ranks from the ranks that it may wait for, because they may have been about to ask for it.
 func (f *Findings) Blame(culprits []int) {
 	guilty := func(r int) bool { return slices.Contains(culprits, r) }
 	for i := range f.Waiting {
 		w := &f.Waiting[i]
-		if slices.ContainsFunc(w.Silent, guilty) || slices.ContainsFunc(w.Missing, func(m Missing) bool {
-			return guilty(m.Rank)
-		}) {
+		if slices.ContainsFunc(w.Silent, guilty) || slices.ContainsFunc(w.Unknown, guilty) ||
+			slices.ContainsFunc(w.Missing, func(m Missing) bool { return guilty(m.Rank) }) {
 			w.Missing = slices.DeleteFunc(w.Missing, func(m Missing) bool { return !guilty(m.Rank) })
 			w.Silent = slices.DeleteFunc(w.Silent, func(r int) bool { return !guilty(r) })
+			w.Unknown = slices.DeleteFunc(w.Unknown, func(r int) bool { return !guilty(r) })
 		}
 	}
 }
@@ -86,9 +86,15 @@ func (w *Waiting) Text() string {
 	join := w.Kind == message.Join
 	long := span(w.Longest)
 	missing := w.missing()
-	unknown := "" // the silent ranks as text, because the others may wait for them too
-	if len(w.Silent) > 0 {
-		unknown = fmt.Sprintf("; %s did not answer and may be missing too", topo.FormatRanks(w.Silent))
+	unknown := "" // the other ranks that this may wait for, as text
+	if len(w.Unknown) > 0 {
+		unknown = fmt.Sprintf("; %s may not have called it, because not all pending operations are known",
+			topo.FormatRanks(w.Unknown))
+	}
+	if silent := topo.FormatRanks(w.Silent); len(w.Silent) > 0 && len(missing) > 0 {
+		unknown = "; " + silent + " did not answer and may be missing too" + unknown
+	} else if len(w.Silent) > 0 {
+		unknown = ", perhaps because it was not called by " + silent + ", which did not answer" + unknown
 	}
 	switch {
 	case len(missing) > 0 && join:
@@ -99,9 +105,9 @@ func (w *Waiting) Text() string {
 		return fmt.Sprintf("%s %s not called %s, for which %s %s waited for %s%s.",
 			capital(topo.FormatRanks(missing)), have(missing), called, topo.FormatRanks(w.Ranks),
 			have(w.Ranks), long, unknown)
-	case len(w.Silent) > 0:
-		return fmt.Sprintf("%s %s waited for %s for %s, perhaps because it was not called by %s, which did not answer.",
-			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
+	case unknown != "":
+		return fmt.Sprintf("%s %s waited for %s for %s%s.", capital(topo.FormatRanks(w.Ranks)), have(w.Ranks),
+			what, long, unknown)
 	}
 	return fmt.Sprintf("%s %s called %s, which has not been granted for %s: the grant is in progress, or other tensors of its group are missing.",
 		capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long)

@@ -36,15 +36,18 @@ const (
 // Limit limits the operations in the snapshot of a rank to those that its state has. Of the operations that
 // have ended, these are the most recent ones, which show how far the rank is if the ranks were asked at
 // slightly different moments. Of the pending operations, these are the oldest one and those that have waited
-// for so long that something may be wrong. Snapshot.NotShown has the number of the others.
+// for so long that something may be wrong, up to maxPending. Snapshot.NotShown has the number of the others.
 func Limit(about *recorder.About) {
-	size := max(about.Size, 1)
-	about.MaxOperations = min(max(operationsOfAll/size, leastOperations), mostOperations)
+	about.MaxOperations = min(max(operationsOfAll/max(about.Size, 1), leastOperations), mostOperations)
 	long := sort.Search(len(about.Pending), func(i int) bool {
 		return about.At-about.Pending[i].Submitted < leastWait
 	})
-	about.MaxPending = min(max(long, 1), max(pendingOfAll/size, leastPending), mostPending)
+	about.MaxPending = min(max(long, 1), maxPending(about.Size))
 }
+
+// maxPending returns the maximum number of pending operations in the state of a rank. size is the number of
+// ranks of the job.
+func maxPending(size int) int { return min(max(pendingOfAll/max(size, 1), leastPending), mostPending) }
 
 // Rank is the state of a rank at one moment.
 type Rank struct {
@@ -254,11 +257,13 @@ func OfRanks(about About, now time.Time, ranks map[int]*Rank, hosts, known []str
 	j := &Job{About: about, Time: now}
 	var snapshots []*analysis.Snapshot
 	absent := make(map[int]string)
+	full := make(map[int]bool) // the ranks with operations that may have waited for long and are not shown
 	for r := range about.Size {
 		p := Process{Name: fmt.Sprintf("rank %d", r), Rank: r, Host: at(hosts, r)}
 		if k := ranks[r]; k != nil {
 			s := k.Snapshot
 			snapshots = append(snapshots, s)
+			full[s.Rank] = len(s.Pending) >= maxPending(s.Size)
 			p.Answered, p.Host, p.PID, p.Epoch, p.Up = true, s.Host, s.PID, s.Epoch, s.At
 			p.Counters, p.Timeline = k.Counters, k.Timeline
 		} else {
@@ -275,7 +280,7 @@ func OfRanks(about About, now time.Time, ranks map[int]*Rank, hosts, known []str
 			j.held(int(h.Rank), h.Held)
 		}
 	}
-	j.addRankProblems(stalls)
+	j.addRankProblems(stalls, full)
 	return j
 }
 
@@ -446,40 +451,39 @@ type Problem struct {
 	Text string `json:"text"`
 	// Stalled says that the wait has lasted for longer than the stall warning time.
 	Stalled bool `json:"stalled,omitempty"`
-	// Missing are the numbers of the processes that others wait for, or that did not answer.
+	// Missing are the numbers of the processes that others wait for, or that did not answer. A rank of which
+	// it is not known whether others wait for it is only in Text.
 	Missing []int `json:"missing,omitempty"`
 }
 
-// addRankProblems adds what is wrong in a job of ranks. A rank that has answered is not to blame for a tensor
-// that may be one of its operations that are not shown.
-func (j *Job) addRankProblems(stalls []Stall) {
+// addRankProblems adds what is wrong in a job of ranks. If the coordinator has not warned about a tensor, and
+// it may wait only for ranks that have called it less than a second ago, nothing is wrong. full has the ranks
+// that may have called it before.
+func (j *Job) addRankProblems(stalls []Stall, full map[int]bool) {
 	f := j.Findings
-	silent := make([]int, len(f.Silent)) // in ascending order
-	for i, s := range f.Silent {
-		silent[i] = s.Rank
-	}
 	for i := range f.Waiting {
 		w := &f.Waiting[i]
-		w.Silent = slices.DeleteFunc(w.Silent, func(r int) bool {
-			_, is := slices.BinarySearch(silent, r)
-			return !is
-		})
-		if w.Longest < leastWait || len(w.Missing)+len(w.Silent) == 0 {
-			continue
-		}
-		p := Problem{Text: w.Text(), Missing: slices.Clone(w.Silent)}
+		p := Problem{Missing: slices.Clone(w.Silent)}
 		for _, m := range w.Missing {
 			p.Missing = append(p.Missing, m.Rank)
 		}
 		p.Stalled = slices.ContainsFunc(stalls, func(s Stall) bool {
 			return s.Set == w.Set && slices.Contains(w.Names, s.Name) && w.Longest >= s.Ago
 		})
-		j.Problems = append(j.Problems, p)
+		if w.Longest >= leastWait && (len(p.Missing) > 0 || p.Stalled && len(w.Unknown) > 0 ||
+			slices.ContainsFunc(w.Unknown, func(r int) bool { return full[r] })) {
+			p.Text = w.Text()
+			j.Problems = append(j.Problems, p)
+		}
 	}
 	for i := range f.Running {
 		if r := &f.Running[i]; r.Longest >= leastWait && len(r.Inside)+len(r.Queued) > 0 {
 			j.Problems = append(j.Problems, Problem{Text: r.Text()})
 		}
+	}
+	silent := make([]int, len(f.Silent))
+	for i, s := range f.Silent {
+		silent[i] = s.Rank
 	}
 	for _, text := range f.SilentText() {
 		j.Problems = append(j.Problems, Problem{Text: text, Missing: silent})
