@@ -27,21 +27,17 @@ var modules = []string{"format.js", "dom.js", "data.js", "state.js", "timeline.j
 	"tables.js", "compare.js", "live.js", "main.js"}
 
 // anonymous is a Source without the command, the settings and the paths of a job, which an exported page does
-// not need. given has the folders of the paths that the user has given, which may have spaces, the longest
-// first.
+// not need. given matches the folders of the paths that the user has given, which may have spaces.
 type anonymous struct {
 	Source
-	given []string
+	given *regexp.Regexp
 }
 
 // folders matches the folders of other paths in a text.
 var folders = regexp.MustCompile(`\S*/(\S)`)
 
 func (a anonymous) text(s string) string {
-	for _, folder := range a.given {
-		s = strings.ReplaceAll(s, folder, "")
-	}
-	return folders.ReplaceAllString(s, "$1")
+	return folders.ReplaceAllString(a.given.ReplaceAllString(s, "$1"), "$1")
 }
 
 func (a anonymous) Report() *report.Report {
@@ -81,11 +77,18 @@ var (
 // levels below it, as far as there is room. It has the names of tensors and hosts, but not the command line,
 // the settings and the paths of the job. given has the paths that the user has given.
 func Export(w io.Writer, source Source, given ...string) error {
-	a := anonymous{Source: source}
+	var known []string
 	for _, path := range given {
-		a.given = append(a.given, filepath.Dir(filepath.Clean(path))+"/")
+		whole, title := filepath.Clean(path), strings.TrimRight(path, "/") // path may be a folder
+		for _, folder := range []string{whole + "/", filepath.Dir(whole) + "/",
+			title[:strings.LastIndexByte(title, '/')+1]} {
+			if folder != "" {
+				known = append(known, regexp.QuoteMeta(strings.ToValidUTF8(folder, "\uFFFD")))
+			}
+		}
 	}
-	slices.SortFunc(a.given, func(x, y string) int { return len(y) - len(x) })
+	slices.SortFunc(known, func(x, y string) int { return len(y) - len(x) }) // the regexp prefers the first
+	a := anonymous{source, regexp.MustCompile("(?:" + strings.Join(known, "|") + `)(\S)`)}
 	files := make(map[string]string)
 	entries, err := page.ReadDir("page")
 	if err != nil {

@@ -42,18 +42,19 @@ func exportedData(t *testing.T, source Source, given ...string) map[string]strin
 // An exported page has no command line, no settings and no paths.
 func TestExportedPageIsAnonymous(t *testing.T) {
 	v := straggler.read(t)
-	v.Title = "/home/my secret project/t.json secret/u.json"
+	v.Title = "/home/my secret project/t.json secret/u.json /a secret//b secret/runs/ my run/"
 	v.report.Job = report.About{Command: []string{"secret"}, Settings: map[string]string{"A": "secret"},
 		Hosts: []string{"node0"}}
-	v.report.Problems = []string{"a file is left out: open /home/my secret project/t.json: permission denied"}
-	all := exportedData(t, v, "secret/u.json", "/home/my secret project/t.json")
+	v.report.Problems = []string{"a file is left out: open /home/my secret project/t.json: permission denied",
+		"open /a secret/b secret/runs/v.json", "open my run/w.json"}
+	all := exportedData(t, v, "secret/u.json", "/home/my secret project/t.json", "/a secret//b secret/runs/", "my run/")
 	for key, body := range all {
 		if strings.Contains(body, "secret") {
 			t.Errorf("%s has a secret: %.300q", key, body)
 		}
 	}
-	for key, want := range map[string]string{"info": `"title":"t.json u.json"`,
-		"report": `"a file is left out: open t.json: permission denied"`} {
+	for key, want := range map[string]string{"info": `"title":"t.json u.json runs/ my run/"`,
+		"report": `"a file is left out: open t.json: permission denied","open v.json","open w.json"`} {
 		if !strings.Contains(all[key], want) {
 			t.Errorf("%s: got %.300q, want %s", key, all[key], want)
 		}
