@@ -352,7 +352,8 @@ var settings = []Setting{
 		Otherwise: "none",
 		Doc: "file with tuned settings. Rank 0 reads it at the start, also if HOROVOD_AUTOTUNE is " +
 			"off, and replaces it by the result when the search has ended, or by the best settings so far " +
-			"when the job ends. If HOROVOD_AUTOTUNE is on, the file need not exist",
+			"when the job ends. If HOROVOD_AUTOTUNE is on, the file need not exist, and if the name is a " +
+			"symbolic link, the file to which it leads at the start is replaced; a link of another user is an error",
 		kind: text("the name of a file", func(c *Config) *string { return &c.AutotuneFile }),
 	},
 	{

@@ -37,8 +37,9 @@ type Config struct {
 	Options autotune.Options
 	// LogPath is the file for the table of the rounds (autotune.Tuner.WriteLog), or empty.
 	LogPath string
-	// File is the file with tuned settings, or empty. New reads the file, and the Tuner replaces it when the
-	// search has ended, or at Close. If Search is set, the file need not exist.
+	// File is the file with tuned settings, or empty. New reads the file. If Search is set, the file need not
+	// exist, and the Tuner replaces it when the search has ended, or at Close. Then File and LogPath must not
+	// be links of other users, and the files are those to which the links lead when New is called.
 	File string
 	Log  *zap.Logger
 }
@@ -79,10 +80,8 @@ type change struct {
 // New returns a Tuner, which does nothing before Start. It reads cfg.File and creates cfg.LogPath. An error
 // names the setting and the file.
 func New(cfg Config) (*Tuner, error) {
-	for _, path := range []*string{&cfg.File, &cfg.LogPath} { // the program may change its working directory
-		if whole, err := filepath.Abs(*path); err == nil && *path != "" {
-			*path = whole
-		}
+	if err := cfg.resolve(); err != nil {
+		return nil, err
 	}
 	t := &Tuner{cfg: cfg, steps: make(chan step, 16), changes: make(chan change, 1),
 		stop: make(chan struct{})}
@@ -112,6 +111,30 @@ func New(cfg Config) (*Tuner, error) {
 	}
 	t.publish()
 	return t, nil
+}
+
+// resolve makes the paths absolute, because the program may change its working directory. If the files are
+// written, it follows the links at the paths.
+func (cfg *Config) resolve() error {
+	folder, err := os.Getwd()
+	for _, path := range []*string{&cfg.File, &cfg.LogPath} {
+		if err == nil && *path != "" && !filepath.IsAbs(*path) {
+			*path = folder + "/" + *path // Join would remove "name/.." even if name is a link
+		}
+	}
+	if !cfg.Search {
+		return nil
+	}
+	file, err := outfile.Resolve(cfg.File)
+	if err != nil {
+		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", cfg.File, err)
+	}
+	log, err := outfile.Resolve(cfg.LogPath)
+	if err != nil {
+		return fmt.Errorf("HOROVOD_AUTOTUNE_LOG is %s: %w", cfg.LogPath, err)
+	}
+	cfg.File, cfg.LogPath = file, log
+	return nil
 }
 
 // load returns the values in the file, or cfg.Start if there is no file.
@@ -267,23 +290,18 @@ func (t *Tuner) writeLog() error {
 	return nil
 }
 
-// save replaces the file with tuned settings. If it fails, the old file is unchanged. If the path is a
-// symbolic link, the file that it points to is replaced.
+// save replaces the file with tuned settings. If it fails, the old file is unchanged.
 func (t *Tuner) save() (err error) {
 	if t.cfg.File == "" {
 		return nil
 	}
-	path, err := outfile.Resolve(t.cfg.File)
-	if err != nil {
-		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", t.cfg.File, err)
-	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".autotune-*")
+	f, err := os.CreateTemp(filepath.Dir(t.cfg.File), ".autotune-*")
 	if err != nil {
 		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", t.cfg.File, err)
 	}
 	err = errors.Join(autotune.Save(f, t.search.Best(), t.search.BestScore()), f.Chmod(0o644), f.Close())
 	if err == nil {
-		err = os.Rename(f.Name(), path)
+		err = os.Rename(f.Name(), t.cfg.File)
 	}
 	if err != nil {
 		return fmt.Errorf("HVD_AUTOTUNE_FILE is %s: %w", t.cfg.File, errors.Join(err, os.Remove(f.Name())))

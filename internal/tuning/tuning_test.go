@@ -2,6 +2,7 @@ package tuning_test
 
 import (
 	"encoding/csv"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -203,24 +204,32 @@ func TestNothingToTune(t *testing.T) {
 }
 
 // Close ends a search in progress, in which the program submits nothing more. If at least two rounds have
-// ended, the best settings so far are saved, to the file to which the given link leads. A
-// later search begins with them.
+// ended, the best settings so far are saved to the file to which the given path led at the start. A later
+// search begins with them.
 func TestCloseInTheMiddle(t *testing.T) {
 	for rounds := range 4 {
 		dir := t.TempDir()
 		t.Chdir(dir)
-		if err := os.Symlink("shared.json", "tuned.json"); err != nil {
-			t.Fatal(err)
+		link := func(to, name string) {
+			if err := errors.Join(os.MkdirAll("a/b", 0o700), os.Symlink(to, name)); err != nil {
+				t.Fatal(err)
+			}
 		}
+		link("a/b", "b") // so that b/.. is a
+		link("shared.json", "a/tuned.json")
 		logged, logs := observer.New(zap.InfoLevel)
 		cfg := tuning.Config{Start: start, OverTCP: true, Search: true, Options: options(),
-			Log: zap.New(logged), Given: func(string) bool { return false }, File: "tuned.json"}
+			Log: zap.New(logged), Given: func(string) bool { return false }, File: "b/../tuned.json"}
 		tuner, err := tuning.New(cfg)
 		if err != nil {
 			t.Fatal(err)
 		}
+		if err := os.Remove("a/tuned.json"); err != nil {
+			t.Fatal(err)
+		}
+		link("later.json", "a/tuned.json")
 		t.Chdir(t.TempDir())
-		cfg.File = filepath.Join(dir, "shared.json")
+		cfg.File = filepath.Join(dir, "a", "shared.json")
 		tuner.Start(func() {})
 		tried, now := start, time.Duration(0)
 		scores := map[message.Tuning]time.Duration{start: best(start)}
@@ -265,7 +274,16 @@ func TestFiles(t *testing.T) {
 	if err := os.WriteFile(broken, []byte(`{"version": 9}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	missing := filepath.Join(dir, "missing.json")
+	missing, foreign, refused := filepath.Join(dir, "missing.json"), filepath.Join(dir, "link"), ""
+	if err := os.Symlink(missing, foreign); err != nil {
+		t.Fatal(err)
+	}
+	if os.Geteuid() == 0 { // else there is no link of another user
+		refused = "HVD_AUTOTUNE_FILE is " + foreign + ": " + foreign + " is a link of user 1234"
+		if err := os.Lchown(foreign, 1234, 1234); err != nil {
+			t.Fatal(err)
+		}
+	}
 	for _, c := range []struct {
 		search        bool
 		file, logPath string
@@ -273,6 +291,7 @@ func TestFiles(t *testing.T) {
 	}{
 		{false, missing, "", "HVD_AUTOTUNE_FILE is " + missing + ": open"},
 		{true, missing, "", ""},
+		{true, foreign, "", refused},
 		{true, broken, "", "HVD_AUTOTUNE_FILE is " + broken + ": autotune: load settings: version is 9, want 1"},
 		{false, broken, "", "HVD_AUTOTUNE_FILE is " + broken + ": autotune"},
 		{true, "", filepath.Join(dir, "no", "log.csv"), "HOROVOD_AUTOTUNE_LOG is " + dir},
