@@ -19,7 +19,7 @@ type About struct {
 	Settings map[string]string `json:"settings"`
 	// Hosts has the hosts of the ranks with files, in the order of these ranks.
 	Hosts []string `json:"hosts"`
-	// Sets has the process sets other than 0 that are in a file, in ascending order.
+	// Sets has the process sets other than 0 that are in a file, in ascending order. It has at most maxSets.
 	Sets []ProcessSet `json:"process_sets"`
 }
 
@@ -68,11 +68,15 @@ func (j *Job) about() About {
 	a := About{Version: first.Version, Command: append([]string{}, first.Command...),
 		Settings: make(map[string]string), Hosts: []string{}, Sets: []ProcessSet{}}
 	maps.Copy(a.Settings, first.Settings)
+	known := make(map[topo.ProcessSetID]bool)
 	for _, r := range j.ranks {
 		a.Hosts = append(a.Hosts, r.host())
-		for _, s := range r.last().about.Sets {
-			if !slices.ContainsFunc(a.Sets, func(other ProcessSet) bool { return other.ID == s.ID }) {
-				a.Sets = append(a.Sets, s)
+		for i := range r.segments { // from the last one, because earlier ones may have removed sets
+			for _, s := range r.segments[len(r.segments)-1-i].about.Sets {
+				if !known[s.ID] && len(a.Sets) < maxSets {
+					known[s.ID] = true
+					a.Sets = append(a.Sets, s)
+				}
 			}
 		}
 	}

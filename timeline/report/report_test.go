@@ -48,6 +48,7 @@ func TestSegments(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 1})
 	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
 		tensors: []testTensor{{name: "x", submitted: 10}}})
+	f.event(`{"name":"hvd_set","ph":"M","pid":0,"args":{"set":5,"ranks":[0]}}`)
 	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":40,"pid":1,"args":{"set":0,"op":2}}`)
 	put(t, dir, "t.1.json", f.b.String())
 	f = newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 2})
@@ -67,6 +68,9 @@ func TestSegments(t *testing.T) {
 	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 ||
 		!strings.Contains(strings.Join(r.Problems, "\n"), "a truncated file is used only up to the error") {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
+	}
+	if fmt.Sprint(r.Job.Sets) != "[{5 [0]}]" { // it was removed before the last segment
+		t.Errorf("got the process sets %v, want set 5", r.Job.Sets)
 	}
 	threads, _ := checkTrace(t, merged(t, j))
 	// The two operations of x have six events each. The other two events are the bar that the first segment
