@@ -463,7 +463,7 @@ void hvd_mark_step(uint64_t number);
 /* hvd_begin_range returns the time at which the program begins something to which hvd_end_range gives a name, such as
  * "data" or "forward". The timeline shows these ranges, and hvdrun timeline says in which of them a late rank was.
  * Ranges may be inside of each other, and threads may have ranges at the same time. If there is no timeline in this
- * process, the time is 0, and hvd_end_range does nothing. */
+ * process, the time is 0, and hvd_end_range does nothing. It also does nothing if hvd_init was called in between. */
 uint64_t hvd_begin_range(void);
 void hvd_end_range(const char *name, uint64_t begun);
 

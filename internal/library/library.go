@@ -402,8 +402,8 @@ func (l *Library) MarkStep(number uint64) {
 	}
 }
 
-// loaded is when the time of BeginRange was 0. It is no time of an engine, because a range may end in another
-// epoch than that in which it began.
+// loaded is the moment from which BeginRange counts its times. It is not the start of an engine, so that
+// EndRange can tell whether a range began in an earlier epoch.
 var loaded = time.Now()
 
 // BeginRange returns the time at which the program begins a range, for EndRange. If no timeline of this

@@ -79,7 +79,7 @@ func TestRangeOfEarlierEpoch(t *testing.T) {
 	wait(l.Shutdown("", false))
 	text, err := os.ReadFile(filepath.Join(dir, "t.epoch2.json"))
 	if err != nil || strings.Contains(string(text), "earlier") || !strings.Contains(string(text), "later") {
-		t.Errorf("got %s, %v, want the range later alone", text, err)
+		t.Errorf("got %s, %v, want only the range that began later", text, err)
 	}
 }
 

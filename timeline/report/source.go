@@ -61,8 +61,8 @@ type source struct {
 type clockPoint struct{ at, offset, err int64 }
 
 // These match the text between the stem and the extension of rank 0's file in the names of the files and
-// segments of all ranks (timeline.PathOf). If rank 0's file has no extension, .rank1 is the extension of rank 1's
-// files.
+// segments of all ranks (timeline.PathOf). If rank 0's file has no extension, .rank1 is the extension of rank
+// 1's files.
 var (
 	siblingPart = regexp.MustCompile(`^(\.rank[0-9]{1,5})?(\.[0-9]{1,9})?$`)
 	plainPart   = regexp.MustCompile(`^(\.[0-9]{1,9})?(\.rank[0-9]{1,5})?$`)
@@ -277,9 +277,9 @@ type Job struct {
 
 // Open finds and surveys the files of a job. Each path is a folder or a rank's file. If a path is rank 0's
 // file, Open also uses the files of the other ranks in the same folder. It leaves out files that it cannot
-// read. If there are files of several jobs, it uses those of one: the job of the newest file among paths, or, if
-// paths has only folders, that of the newest file in them. bad is set if a path does not exist, or if a path
-// names a file that cannot be read. err is set if no file can be used.
+// read. If there are files of several jobs, it uses those of one: the job of the newest file among paths, or,
+// if paths has only folders, that of the newest file in them. bad is set if a path does not exist, or if a
+// path names a file that cannot be read. err is set if no file can be used.
 //
 // A report reads each file twice, and a merge reads it once more.
 func Open(paths []string) (job *Job, bad error, err error) {
