@@ -277,8 +277,9 @@ for ((i = 0; i < $1; i++)); do exec {fd}<>"/dev/tcp/127.0.0.1/$0" || exit; done;
 	}
 }
 
-// LimitDescriptors limits the number of descriptors that this process may have open during the test.
-func LimitDescriptors(t testing.TB, n uint64) {
+// LimitDescriptors limits the number of descriptors that this process may have open, until restore is called
+// or the test ends.
+func LimitDescriptors(t testing.TB, n uint64) (restore func()) {
 	t.Helper()
 	var old syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &old); err != nil {
@@ -287,9 +288,11 @@ func LimitDescriptors(t testing.TB, n uint64) {
 	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: n, Max: old.Max}); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
+	restore = func() {
 		if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &old); err != nil {
 			t.Error(err)
 		}
-	})
+	}
+	t.Cleanup(restore)
+	return restore
 }

@@ -8,7 +8,6 @@ import (
 	"os"
 	"runtime"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -310,17 +309,9 @@ func TestOwnerLacksDescriptors(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: limit.Max}); err != nil {
-		t.Fatal(err)
-	}
+	restore := testnet.LimitDescriptors(t, 1)
 	unshared := arena.Adopt(segments[0])
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
+	restore()
 	later := arena.Adopt(segments[1])
 	for r, m := range meshes {
 		if _, ok := m.Find(segments[0].Bytes()); ok {
@@ -622,19 +613,7 @@ func TestLeaderLacksDescriptors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
-	restore := sync.OnceFunc(func() {
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-			t.Error(err)
-		}
-	})
-	defer restore()
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
-		t.Fatal(err)
-	}
+	restore := testnet.LimitDescriptors(t, 0)
 	rank1.Put(0, shm.ArenaMessage, 1<<30, 4096, fd)
 	for _, at := range []int{0, 2} {
 		within(t, fmt.Sprintf("rank %d does not notice", at), func() bool { return shared[at].Err(9, 1) != nil })

@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
@@ -48,17 +49,9 @@ func TestPollWithoutDescriptors(t *testing.T) {
 			t.Fatal(err)
 		}
 		b.sock.waiters.Add(-1)
-		var limit unix.Rlimit
-		if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-			t.Fatal(err)
-		}
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: limit.Max}); err != nil {
-			t.Fatal(err)
-		}
+		restore := testnet.LimitDescriptors(t, 1)
 		_, err := b.TryRead(make([]byte, 1))
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-			t.Fatal(err)
-		}
+		restore()
 		if err != nil || !b.sock.canLeave() {
 			t.Errorf("lane %d: got error %v; want none, and the socket in the runtime's poller", lane, err)
 		}
