@@ -7,7 +7,6 @@ import (
 	"io"
 	"math"
 	"math/rand/v2"
-	"net"
 	"os"
 	"slices"
 	"sync/atomic"
@@ -45,10 +44,7 @@ func TestBlocks(t *testing.T) {
 		})
 		random := rand.New(rand.NewPCG(1, 2))
 		sizes := []int{0, 1, 1000, SharedBytes - 1, SharedBytes, SharedBytes + 1, 300_000, 1<<20 + 3}
-		link, err := w.link(8)
-		if err != nil {
-			t.Fatal(err)
-		}
+		link := w.linkWith(t, 8)
 		if got := link.shares(); got != (host != "") {
 			t.Fatalf("the connection shares memory: %v", got)
 		}
@@ -75,10 +71,7 @@ func TestBlocks(t *testing.T) {
 			released(t, s, w)
 		}
 		for _, n := range []*node{s, w} {
-			l, err := n.link(17 - n.ID())
-			if err != nil {
-				t.Fatal(err)
-			}
+			l := n.linkWith(t, 17-n.ID())
 			if shared := l.own.count > 0; shared != (host != "") || l.own.count > 3*maxFrames {
 				t.Errorf("%s has made %d blocks", Name(n.ID()), l.own.count)
 			}
@@ -90,10 +83,7 @@ func TestBlocks(t *testing.T) {
 func released(t *testing.T, s, w *node) {
 	t.Helper()
 	for _, n := range []*node{s, w} {
-		l, err := n.link(17 - n.ID())
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := n.linkWith(t, 17-n.ID())
 		testnet.Eventually(t, "all blocks are released", func() bool {
 			l.own.mu.Lock()
 			defer l.own.mu.Unlock()
@@ -167,10 +157,7 @@ func TestRegions(t *testing.T) {
 			t.Errorf("the frames were freed %d times", freed.Load())
 		}
 	}
-	l, err := w.link(8)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := w.linkWith(t, 8)
 	if l.own.placed != 0 || l.own.count != 2 || len(l.own.regions) != 1 {
 		t.Errorf("%d bytes are in flight, %d blocks and %d regions were made", l.own.placed, l.own.count,
 			len(l.own.regions))
@@ -191,10 +178,7 @@ func TestFramesAreIntact(t *testing.T) {
 	for _, aborts := range []bool{true, false} {
 		nodes := startJob(t, 1, 1, nil)
 		s, w := nodes[8], nodes[9]
-		l, err := s.link(9)
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := s.linkWith(t, 9)
 		var freed atomic.Bool
 		done := make(chan struct{})
 		w.handle(func(_ Process, m *Message) {
@@ -209,11 +193,7 @@ func TestFramesAreIntact(t *testing.T) {
 			}
 			testnet.Eventually(t, "the frames are free", freed.Load)
 			testnet.WantError(t, m.Intact(), "server 0 is gone: its connection has ended")
-			w.mu.Lock()
-			if !slices.Equal(w.blamed, []int{8}) {
-				t.Errorf("the worker blames %v, want 8", w.blamed)
-			}
-			w.mu.Unlock()
+			wantBlamed(t, w, 8)
 			m.Release()
 		})
 		if err := s.Reply(l.process, &Message{Header: &pspb.Header{Request: true}, Data: [][]byte{mem},
@@ -259,11 +239,7 @@ func TestFramesOfALeavingPeerAreIntact(t *testing.T) {
 	}
 	<-done
 	<-left
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if len(w.blamed) > 0 {
-		t.Errorf("the worker blames %v", w.blamed)
-	}
+	wantBlamed(t, w)
 }
 
 // TestFreedRegion checks that the receiver unmaps a chunk of the arena that the sender has freed, as soon as
@@ -284,10 +260,7 @@ func TestFreedRegion(t *testing.T) {
 		}
 		return mem, <-got
 	}
-	l, err := nodes[8].link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[8].linkWith(t, 9)
 	mapped := func(freed, regions int) func() bool {
 		return func() bool {
 			l.theirs.mu.Lock()
@@ -415,20 +388,7 @@ func TestBadBlocks(t *testing.T) {
 		{&pspb.Frame{Bytes: 1, Block: 1, Region: 2, BlockBytes: 1, Offset: 1}, seg.FD(),
 			"it has 1 bytes in the region 2 from byte 1 on"},
 	} {
-		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		ends := [2]*net.UnixConn{}
-		for i, fd := range pair {
-			f := os.NewFile(uintptr(fd), "")
-			conn, err := net.FileConn(f)
-			if err != nil {
-				t.Fatal(err)
-			}
-			f.Close()
-			ends[i] = conn.(*net.UnixConn)
-		}
+		ends := unixPair(t)
 		r := newReader(ends[1])
 		r.open(newLink(New(Config{}, ignore{}), Process{ID: 9}, ends[1]))
 		var rights []byte
@@ -458,28 +418,13 @@ func TestExhausted(t *testing.T) {
 		"descriptors": func(t *testing.T, _, w *node) {
 			m := &Message{Header: &pspb.Header{Request: true}}
 			w.Allocate(8, m, SharedBytes)
-			var limit unix.Rlimit
-			if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() {
-				if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-					t.Error(err)
-				}
-			})
-			if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
-				t.Fatal(err)
-			}
+			testnet.LimitDescriptors(t, 0)
 			if _, err := w.Request(t.Context(), 8, m); err != nil {
 				t.Fatal(err)
 			}
 		},
 		"memory": func(t *testing.T, s, _ *node) {
-			l, err := s.link(9)
-			if err != nil {
-				t.Fatal(err)
-			}
-			l.fail(fmt.Errorf("map a block of shared memory: %w", unix.ENOMEM))
+			s.linkWith(t, 9).fail(fmt.Errorf("map a block of shared memory: %w", unix.ENOMEM))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -489,15 +434,9 @@ func TestExhausted(t *testing.T) {
 			s.until(t, "the link of the server has ended", func() bool { return s.lost[9] != nil })
 			w.until(t, "the link of the worker has ended", func() bool { return w.lost[8] != nil })
 			for _, n := range []*node{s, w} {
-				n.mu.Lock()
-				if !slices.Equal(n.blamed, []int{8}) {
-					t.Errorf("%s blames %v, want 8", Name(n.ID()), n.blamed)
-				}
-				n.mu.Unlock()
+				wantBlamed(t, n, 8)
 			}
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			testnet.WantError(t, s.lost[9], "server 0 has no resources for the connection")
+			testnet.WantError(t, s.lossOf(9), "server 0 has no resources for the connection")
 		})
 	}
 }
@@ -507,10 +446,7 @@ func TestExhausted(t *testing.T) {
 func TestPromptCopies(t *testing.T) {
 	for _, resend := range []bool{false, true} {
 		nodes := startJob(t, 1, 1, func(c *Config) { c.Resend = resend })
-		l, err := nodes[9].link(8)
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := nodes[9].linkWith(t, 8)
 		m := &Message{Header: &pspb.Header{Request: true}, Data: [][]byte{make([]byte, 2*SharedBytes)},
 			Prompt: true}
 		c := l.share(nodes[9].own(m))

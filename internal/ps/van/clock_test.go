@@ -39,15 +39,10 @@ func checkHeldUp(t *testing.T, v *Van, want ...string) {
 // waits for a single node.
 func TestHeldUp(t *testing.T) {
 	nodes := startJob(t, 1, 3, func(*Config) {})
-	s := nodes[SchedulerID].sched
 	ended := make(chan error, 3)
 	enter := func(rank, want int) {
 		go func() { ended <- nodes[WorkerID(rank)].Barrier(t.Context(), 0, GroupWorkers) }()
-		testnet.Eventually(t, "the scheduler knows which nodes wait", func() bool {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			return len(s.barriers[GroupWorkers]) == want
-		})
+		waitIn(t, nodes[SchedulerID], GroupWorkers, want)
 	}
 	enter(2, 1)
 	checkWait(t, nodes[SchedulerID].Van, "barrier of group 4", []string{"worker 2"},

@@ -23,9 +23,7 @@ func again(t *testing.T, nodes map[int]*node, id int, change func(*Config)) *nod
 		change(&cfg)
 	}
 	n, result := startNode(t, cfg)
-	if err := <-result; err != nil {
-		t.Fatal(err)
-	}
+	wantStart(t, result)
 	if n.ID() != id || !n.IsRecovery() {
 		t.Fatalf("the node has the id %d, want %d", n.ID(), id)
 	}
@@ -58,7 +56,7 @@ func TestReturn(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			nodes := startJob(t, 2, 2, change)
-			for round := range 3 {
+			for range 3 {
 				for _, id := range []int{9, 8, 10, 11} {
 					kill(nodes[id])
 					for _, other := range nodes {
@@ -87,11 +85,7 @@ func TestReturn(t *testing.T) {
 					ask(t, nodes[w], SchedulerID)
 				}
 				for group := 1; group <= 7; group++ {
-					for id, err := range barrier(t.Context(), nodes, group, 2, 2) {
-						if err != nil {
-							t.Errorf("round %d: group %d: %s: %v", round, group, Name(id), err)
-						}
-					}
+					meet(t, nodes, group, 2, 2)
 				}
 			}
 		})
@@ -119,11 +113,7 @@ func TestReturnOfCustomers(t *testing.T) {
 		n, result := start(role)
 		nodes[id], results = n, append(results, result)
 	}
-	for _, result := range results {
-		if err := <-result; err != nil {
-			t.Fatal(err)
-		}
-	}
+	wantStart(t, results...)
 	defer func() { stopAll(nodes) }()
 	kill(nodes[9])
 	cfg := config(Worker, 1, 2, root)
@@ -148,9 +138,7 @@ func TestReturnBeforeTheDeathIsKnown(t *testing.T) {
 	case <-time.After(300 * time.Millisecond): // usually it has registered by now
 	}
 	kill(nodes[9])
-	if err := <-result; err != nil {
-		t.Fatal(err)
-	}
+	wantStart(t, result)
 	nodes[9] = n
 	ask(t, n, 8)
 }
@@ -165,10 +153,7 @@ func TestOldIncarnation(t *testing.T) {
 		arrived <- from
 	})
 	request := func() Process {
-		to, err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}})
-		if err != nil {
-			t.Fatal(err)
-		}
+		to := nodes[9].send(t, 8)
 		if to.ID != 8 {
 			t.Errorf("the request goes to %v", to)
 		}
@@ -208,22 +193,14 @@ func TestReturnToBarrier(t *testing.T) {
 	})
 	failed := make(chan error, 1)
 	go func() { failed <- nodes[11].Barrier(t.Context(), 0, GroupWorkers) }()
-	testnet.Eventually(t, "worker 1 waits", func() bool {
-		nodes[1].sched.mu.Lock()
-		defer nodes[1].sched.mu.Unlock()
-		return len(nodes[1].sched.barriers[GroupWorkers]) == 1
-	})
+	waitIn(t, nodes[1], GroupWorkers, 1)
 	kill(nodes[9])
 	testnet.WantError(t, <-failed, "barrier of group 4: worker 0 is gone: its connection has ended")
 	again(t, nodes, 9, nil)
 	if err := nodes[11].AwaitReturn(t.Context(), 9); err != nil {
 		t.Fatal(err)
 	}
-	for id, err := range barrier(t.Context(), nodes, GroupWorkers, 1, 2) {
-		if err != nil {
-			t.Errorf("%s: %v", Name(id), err)
-		}
-	}
+	meet(t, nodes, GroupWorkers, 1, 2)
 }
 
 // TestNewsInAnyOrder checks that old news of a place changes nothing.
@@ -270,11 +247,7 @@ func TestRegistrationAfterTheEnd(t *testing.T) {
 		change := func(c *Config) { c.Staleness = staleness }
 		nodes := startJob(t, 1, 1, change)
 		nodes[1].Finish()
-		for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {
-			if err != nil {
-				t.Errorf("%s: %v", Name(id), err)
-			}
-		}
+		meet(t, nodes, GroupAll, 1, 1)
 		nodes[9].Stop(t.Context())
 		cfg := config(Worker, 1, 1, nodes[1].cfg.Root)
 		change(&cfg)
@@ -313,18 +286,11 @@ func TestDeclaredDead(t *testing.T) {
 		}
 	})
 	w.Store(nodes[9])
-	l, err := nodes[SchedulerID].link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[SchedulerID].linkWith(t, 9)
 	nodes[SchedulerID].sched.declareDead(l, errors.New("a test says so"))
 	<-nodes[9].Done()
 	testnet.WantError(t, nodes[9].Err(), "worker 0 is gone: the scheduler has declared it dead: a test says so")
-	nodes[9].mu.Lock()
-	defer nodes[9].mu.Unlock()
-	if !slices.Equal(nodes[9].blamed, []int{9}) {
-		t.Errorf("the worker blames %v, want itself", nodes[9].blamed)
-	}
+	wantBlamed(t, nodes[9], 9)
 }
 
 // TestReasonOfADeclaredDeath checks that a server knows why the scheduler has declared a worker dead when the
@@ -337,10 +303,7 @@ func TestReasonOfADeclaredDeath(t *testing.T) {
 	scheduler.mu.Lock()
 	scheduler.blaming = func() { <-lost }
 	scheduler.mu.Unlock()
-	l, err := scheduler.link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := scheduler.linkWith(t, 9)
 	scheduler.sched.declareDead(l, errors.New("a test says so"))
 	server.until(t, "the server has lost the worker", func() bool { return server.lost[9] != nil })
 	testnet.WantError(t, server.lossOf(9), "worker 0 is gone: a test says so")
@@ -351,10 +314,7 @@ func TestReasonOfADeclaredDeath(t *testing.T) {
 func TestDeclaredDeadAfterReturn(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	scheduler := nodes[SchedulerID]
-	l, err := scheduler.link(8)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := scheduler.linkWith(t, 8)
 	scheduler.sched.telling.Lock()
 	scheduler.sched.declareDead(l, errors.New("a test says so"))
 	kill(nodes[8])

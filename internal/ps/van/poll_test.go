@@ -20,15 +20,13 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// newUnixLink returns a link of a node with the given role over a Unix connection, and the other end of the
-// connection. The link has a request without an answer.
-func newUnixLink(t *testing.T, role Role) (*link, *net.UnixConn) {
+// unixPair returns the two ends of a Unix connection.
+func unixPair(t *testing.T) (ends [2]*net.UnixConn) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var ends [2]*net.UnixConn
 	for i, fd := range fds {
 		f := os.NewFile(uintptr(fd), "socket")
 		conn, err := net.FileConn(f)
@@ -39,6 +37,14 @@ func newUnixLink(t *testing.T, role Role) (*link, *net.UnixConn) {
 		ends[i] = conn.(*net.UnixConn)
 		t.Cleanup(func() { conn.Close() })
 	}
+	return ends
+}
+
+// newUnixLink returns a link of a node with the given role over a Unix connection, and the other end of the
+// connection. The link has a request without an answer.
+func newUnixLink(t *testing.T, role Role) (*link, *net.UnixConn) {
+	t.Helper()
+	ends := unixPair(t)
 	l := newLink(New(config(role, 1, 1, ""), ignore{}), Process{ID: 8}, ends[0])
 	l.sock, l.requests = newSocket(ends[0]), 1
 	l.van.members.cores.Store(true)
@@ -520,18 +526,9 @@ func TestPolledFiles(t *testing.T) {
 	if err := unix.Close(free); err != nil {
 		t.Fatal(err)
 	}
-	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE,
-		&unix.Rlimit{Cur: uint64(free + 1), Max: limit.Max}); err != nil {
-		t.Fatal(err)
-	}
+	restore := testnet.LimitDescriptors(t, uint64(free+1))
 	l.poll() // has a descriptor for the socket, but none for the epoll instance
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
+	restore()
 	if _, err := peer.Write([]byte{1}); err != nil {
 		t.Fatal(err)
 	}

@@ -279,10 +279,6 @@ func TestReturnBeforeAllHaveMet(t *testing.T) {
 		if n.IsRecovery() != recovers {
 			t.Errorf("IsRecovery is %v, want %v", n.IsRecovery(), recovers)
 		}
-		for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {
-			if err != nil {
-				t.Errorf("%s: %v", Name(id), err)
-			}
-		}
+		meet(t, nodes, GroupAll, 1, 1)
 	}
 }

@@ -53,10 +53,7 @@ func TestServersConnect(t *testing.T) {
 func TestEvict(t *testing.T) {
 	for range 5 {
 		nodes := startJob(t, 2, 1, replicated)
-		l, err := nodes[8].link(10)
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := nodes[8].linkWith(t, 10)
 		l.conn.Close()
 		ended := func(id int) bool { return nodes[id].ctx.Err() != nil }
 		testnet.Eventually(t, "a server fails", func() bool { return ended(8) || ended(10) })
@@ -110,10 +107,7 @@ func TestDeadHasNoSay(t *testing.T) {
 	}
 	links := make(map[int]*link)
 	for _, id := range []int{8, 9, 10} {
-		l, err := nodes[1].link(id)
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := nodes[1].linkWith(t, id)
 		links[id] = l
 	}
 	s := nodes[1].sched

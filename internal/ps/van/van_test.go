@@ -141,6 +141,26 @@ func (n *node) until(t *testing.T, what string, cond func() bool) {
 	}
 }
 
+// linkWith returns the connection of the node with another one.
+func (n *node) linkWith(t *testing.T, id int) *link {
+	t.Helper()
+	l, err := n.link(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// send sends an empty request, and returns the process to which it goes.
+func (n *node) send(t *testing.T, to int) Process {
+	t.Helper()
+	p, err := n.Request(t.Context(), to, &Message{Header: &pspb.Header{Request: true}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
 // handle makes the function f handle the requests.
 func (n *node) handle(f func(from Process, m *Message)) {
 	n.mu.Lock()
@@ -191,11 +211,9 @@ func startJob(t *testing.T, servers, workers int, change func(*Config)) map[int]
 		n, result := startNode(t, cfg)
 		all, results = append(all, n), append(results, result)
 	}
-	for i, result := range results {
-		if err := <-result; err != nil {
-			t.Fatal(err)
-		}
-		nodes[all[i].ID()] = all[i]
+	wantStart(t, results...)
+	for _, n := range all {
+		nodes[n.ID()] = n
 	}
 	t.Cleanup(func() { stopAll(nodes) })
 	return nodes
@@ -230,6 +248,26 @@ func barrier(ctx context.Context, nodes map[int]*node, group, servers, workers i
 	return errs
 }
 
+// meet makes all nodes of a group pass a barrier.
+func meet(t *testing.T, nodes map[int]*node, group, servers, workers int) {
+	t.Helper()
+	for id, err := range barrier(testnet.Context(t), nodes, group, servers, workers) {
+		if err != nil {
+			t.Errorf("group %d: %s: %v", group, Name(id), err)
+		}
+	}
+}
+
+// waitIn waits until so many nodes are in the barrier of a group.
+func waitIn(t *testing.T, scheduler *node, group, entered int) {
+	t.Helper()
+	testnet.Eventually(t, fmt.Sprintf("%d nodes wait", entered), func() bool {
+		scheduler.sched.mu.Lock()
+		defer scheduler.sched.mu.Unlock()
+		return len(scheduler.sched.barriers[group]) == entered
+	})
+}
+
 // TestJob starts a job and checks ids, barriers of every group, and that messages arrive between all nodes
 // that are connected.
 func TestJob(t *testing.T) {
@@ -246,11 +284,7 @@ func TestJob(t *testing.T) {
 			}
 		}
 		for group := 1; group <= 7; group++ {
-			for id, err := range barrier(t.Context(), nodes, group, servers, workers) {
-				if err != nil {
-					t.Errorf("group %d: %s: %v", group, Name(id), err)
-				}
-			}
+			meet(t, nodes, group, servers, workers)
 		}
 		testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupServers), "group 2 does not have worker 0")
 		testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, 99), "group 99 does not have worker 0")
@@ -301,19 +335,14 @@ func TestDeath(t *testing.T) {
 	go func() {
 		done <- barrier(t.Context(), map[int]*node{1: nodes[1], 9: nodes[9], 11: nodes[11]}, GroupAll, 2, 2)
 	}()
-	testnet.Eventually(t, "three nodes wait", func() bool {
-		nodes[1].sched.mu.Lock()
-		defer nodes[1].sched.mu.Unlock()
-		return len(nodes[1].sched.barriers[GroupAll]) == 3
-	})
+	waitIn(t, nodes[1], GroupAll, 3)
 	dead := nodes[10]
 	dead.mu.Lock()
 	dead.lost = nil // it is not of interest
 	dead.mu.Unlock()
 	kill(dead)
-	for id, err := range <-done {
+	for _, err := range <-done {
 		testnet.WantError(t, err, "server 1 is gone: its connection has ended")
-		_ = id
 	}
 	for _, id := range []int{1, 9, 11} {
 		n := nodes[id]
@@ -327,11 +356,7 @@ func TestDeath(t *testing.T) {
 	}
 	testnet.Eventually(t, "server 0 learns the death",
 		func() bool { return len(nodes[8].Dead(time.Hour)) == 1 })
-	for id, err := range barrier(t.Context(), nodes, GroupScheduler+GroupWorkers, 2, 2) {
-		if err != nil {
-			t.Errorf("%s: %v", Name(id), err)
-		}
-	}
+	meet(t, nodes, GroupScheduler+GroupWorkers, 2, 2)
 	// The end of the scheduler ends everything.
 	kill(nodes[1])
 	for _, id := range []int{8, 9, 11} {
@@ -342,12 +367,7 @@ func TestDeath(t *testing.T) {
 	nodes[9].until(t, "its links end", func() bool { return nodes[9].lost[8] != nil })
 	// Server 0 has no connection with server 1. It blames the scheduler, or a worker that ends with it.
 	for _, id := range []int{1, 9, 11} {
-		n := nodes[id]
-		n.mu.Lock()
-		if !slices.Equal(n.blamed, []int{10}) {
-			t.Errorf("%s blames %v, want 10", Name(id), n.blamed)
-		}
-		n.mu.Unlock()
+		wantBlamed(t, nodes[id], 10)
 	}
 }
 
@@ -360,11 +380,7 @@ func TestLeaving(t *testing.T) {
 			go func() {
 				done <- barrier(t.Context(), map[int]*node{9: nodes[9]}, GroupWorkers, 1, 2)
 			}()
-			testnet.Eventually(t, "worker 0 waits", func() bool {
-				nodes[1].sched.mu.Lock()
-				defer nodes[1].sched.mu.Unlock()
-				return len(nodes[1].sched.barriers[GroupWorkers]) == 1
-			})
+			waitIn(t, nodes[1], GroupWorkers, 1)
 		}
 		nodes[11].Stop(t.Context())
 		nodes[1].until(t, "the scheduler learns it", func() bool { return nodes[1].lost[11] != nil })
@@ -405,11 +421,7 @@ func TestLeavingWithRequests(t *testing.T) {
 		if !before {
 			testnet.WantError(t, request(), "server 0 is gone: it has left the job")
 		}
-		w.mu.Lock()
-		if !slices.Equal(w.blamed, []int{8}) {
-			t.Errorf("a request before the end: %v; the worker blames %v, want 8", before, w.blamed)
-		}
-		w.mu.Unlock()
+		wantBlamed(t, w, 8)
 	}
 }
 
@@ -429,13 +441,7 @@ func TestBarrierDuringBlame(t *testing.T) {
 	failed := make(chan error, 1)
 	go func() { failed <- nodes[9].Barrier(t.Context(), 0, GroupWorkers) }()
 	<-entered
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	for id, err := range barrier(ctx, nodes, GroupScheduler+GroupServers, 1, 2) {
-		if err != nil {
-			t.Errorf("%s: %v", Name(id), err)
-		}
-	}
+	meet(t, nodes, GroupScheduler+GroupServers, 1, 2)
 	close(leave)
 	testnet.WantError(t, <-failed, "worker 1 is gone: it has left the job")
 }
@@ -446,10 +452,7 @@ func TestBarrierWhileTheSchedulerLeaves(t *testing.T) {
 	nodes := startJob(t, 1, 2, nil)
 	kill(nodes[11])
 	testnet.Eventually(t, "the worker learns it", func() bool { return nodes[9].members.goneNode(11) != nil })
-	l, err := nodes[9].link(SchedulerID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[9].linkWith(t, SchedulerID)
 	ends := func(err error) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
@@ -480,16 +483,10 @@ func TestSilence(t *testing.T) {
 	if got := nodes[1].Dead(time.Hour); got != nil {
 		t.Errorf("dead are %v, want none", got)
 	}
-	l, err := nodes[1].link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[1].linkWith(t, 9)
 	l.heard.Store(-int64(2 * time.Hour)) // the worker sends nothing that would change this
 	nodes[1].until(t, "the scheduler misses worker 0", func() bool { return nodes[1].lost[9] != nil })
-	nodes[1].mu.Lock()
-	lost := nodes[1].lost[9]
-	nodes[1].mu.Unlock()
-	testnet.WantError(t, lost, "no message came from it for 2h0m", "PS_HEARTBEAT_TIMEOUT is 1h0m0s")
+	testnet.WantError(t, nodes[1].lossOf(9), "no message came from it for 2h0m", "PS_HEARTBEAT_TIMEOUT is 1h0m0s")
 	testnet.Eventually(t, "server 0 learns it", func() bool {
 		return slices.Equal(nodes[8].Dead(time.Hour),
 			[]int{9})
@@ -503,10 +500,7 @@ func TestSilence(t *testing.T) {
 // which a message was read since then gets no additional time.
 func TestExcused(t *testing.T) {
 	nodes := startJob(t, 1, 1, func(c *Config) { c.HeartbeatInterval = 0 })
-	l, err := nodes[1].link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[1].linkWith(t, 9)
 	for _, heard := range []time.Duration{-2 * time.Hour, 0} {
 		l.heard.Store(int64(heard))
 		l.excused.Store(0)
@@ -521,10 +515,7 @@ func TestExcused(t *testing.T) {
 // and not since the start of the job.
 func TestDeadSinceItConnected(t *testing.T) {
 	nodes := startJob(t, 1, 1, func(c *Config) { c.HeartbeatInterval = 0 })
-	l, err := nodes[1].link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[1].linkWith(t, 9)
 	if heard := time.Duration(l.heard.Load()); heard <= 0 || heard > nodes[1].timing.now() {
 		t.Errorf("worker 0 was heard %v after the start", heard)
 	}
@@ -545,17 +536,10 @@ func TestUnknownCommand(t *testing.T) {
 			c.Log = log
 		}
 	})
-	l, err := nodes[9].link(8)
-	if err == nil {
-		err = l.reply(controlMessage(&pspb.Control{Command: 99}))
-	}
-	if err != nil {
+	if err := nodes[9].linkWith(t, 8).reply(controlMessage(&pspb.Control{Command: 99})); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := nodes[9].Request(t.Context(), 8, NewMessage(&pspb.Header{Request: true})); err != nil {
-		t.Fatal(err)
-	}
-	nodes[9].until(t, "an answer", func() bool { return nodes[9].acked == 1 })
+	ask(t, nodes[9], 8)
 	if !testnet.Logged(entries, "dropped an unknown message", Name(9), "99") {
 		t.Error("server 0 has not logged it")
 	}
@@ -603,14 +587,9 @@ func TestSlowHandler(t *testing.T) {
 		<-leave
 		m.Release()
 	})
-	if _, err := nodes[1].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
-		t.Fatal(err)
-	}
+	nodes[1].send(t, 8)
 	<-entered
-	l, err := nodes[8].link(SchedulerID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[8].linkWith(t, SchedulerID)
 	l.heard.Store(-int64(time.Hour)) // as if the call had begun an hour ago
 	nodes[8].heartbeat(true)
 	if l.mu.Lock(); l.end != nil {
@@ -642,10 +621,7 @@ func TestSlowHandlerOfTheScheduler(t *testing.T) {
 	}
 	for _, id := range []int{9, 11} {
 		w := nodes[id]
-		l, err := w.link(SchedulerID)
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := w.linkWith(t, SchedulerID)
 		testnet.Eventually(t, "the worker hears from the scheduler", func() bool {
 			return time.Duration(l.heard.Load()) > 3*timeout || w.lossOf(SchedulerID) != nil
 		})
@@ -669,10 +645,7 @@ func TestNothingAfterTheEnd(t *testing.T) {
 		}
 		m.Release()
 	})
-	l, err := w.link(8)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := w.linkWith(t, 8)
 	var b []byte // one write, so that the server reads all at once
 	for range 10 {
 		b = append(b, wire(t, &Message{Header: &pspb.Header{Request: true}})...)
@@ -681,10 +654,7 @@ func TestNothingAfterTheEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-entered
-	other, err := s.link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	other := s.linkWith(t, 9)
 	other.fail(errors.New("a test"))
 	close(leave)
 	stopAll(nodes)
@@ -704,14 +674,9 @@ func TestLeavingDuringARequest(t *testing.T) {
 		<-leave
 		m.Release()
 	})
-	if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
-		t.Fatal(err)
-	}
+	w.send(t, 8)
 	<-entered
-	l, err := w.link(8)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := w.linkWith(t, 8)
 	bye := controlMessage(&pspb.Control{Command: pspb.Command_TERMINATE})
 	if err := l.reply(bye); err != nil {
 		t.Fatal(err)
@@ -721,22 +686,15 @@ func TestLeavingDuringARequest(t *testing.T) {
 	w.members.over[8] = true // so that the worker, which pretends to leave, does not connect again
 	w.members.mu.Unlock()
 	l.conn.Close()
-	other, err := s.link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	other := s.linkWith(t, 9)
 	testnet.Eventually(t, "a write fails", func() bool {
 		other.heartbeat()
 		return other.isBroken()
 	})
 	close(leave)
 	s.until(t, "the link ends", func() bool { return s.lost[9] != nil })
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	testnet.WantError(t, s.lost[9], "it has left the job")
-	if len(s.blamed) > 0 {
-		t.Errorf("the server blames %v, want nobody", s.blamed)
-	}
+	testnet.WantError(t, s.lossOf(9), "it has left the job")
+	wantBlamed(t, s)
 }
 
 // TestStartFails checks the errors of nodes that do not fit the job, and that they disturb nobody.
@@ -781,11 +739,7 @@ func TestStartFails(t *testing.T) {
 	}
 	server, served := startNode(t, config(Server, 1, 1, root))
 	worker, worked := startNode(t, config(Worker, 1, 1, root))
-	for _, result := range []chan error{scheduled, served, worked} {
-		if err := <-result; err != nil {
-			t.Fatal(err)
-		}
-	}
+	wantStart(t, scheduled, served, worked)
 	nodes := map[int]*node{1: sched, 8: server, 9: worker}
 	defer stopAll(nodes)
 	_, result = startNode(t, config(Worker, 1, 1, root))
@@ -812,11 +766,7 @@ func TestStartFails(t *testing.T) {
 		})
 	}
 	strangers.Wait()
-	for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {
-		if err != nil {
-			t.Errorf("%s: %v", Name(id), err)
-		}
-	}
+	meet(t, nodes, GroupAll, 1, 1)
 }
 
 // TestStartWaits checks the error if a node is missing.
@@ -892,10 +842,7 @@ func TestWaterMark(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	testnet.WantError(t, send(ctx), "the queue to server 0 has no room, 3 requests are not answered")
-	l, err := w.link(8)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := w.linkWith(t, 8)
 	waiting := make(chan error)
 	go func() { waiting <- send(t.Context()) }()
 	testnet.Eventually(t, "a call waits", func() bool {
@@ -959,11 +906,7 @@ func TestExactlyOnce(t *testing.T) {
 		n.until(t, "all answers", func() bool { return n.acked >= 2*each })
 	}
 	for group := range 8 {
-		for id, err := range barrier(t.Context(), nodes, group, 2, 2) {
-			if err != nil {
-				t.Errorf("group %d: %s: %v", group, Name(id), err)
-			}
-		}
+		meet(t, nodes, group, 2, 2)
 	}
 	stopAll(nodes)
 	var resent, duplicates uint64
@@ -1145,17 +1088,11 @@ func (w *batchWorker) want(t *testing.T, numbers ...int64) {
 // many is the answer of a barrier.
 func TestReplyLimit(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
-	l, err := nodes[1].link(9)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := nodes[1].linkWith(t, 9)
 	l.mu.Lock()
 	l.replies = maxReplies
 	l.mu.Unlock()
-	own, err := nodes[1].link(SchedulerID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	own := nodes[1].linkWith(t, SchedulerID)
 	own.mu.Lock()
 	own.replies = maxReplies // this link has no limit, so the scheduler can still enter a barrier
 	own.mu.Unlock()
@@ -1163,11 +1100,7 @@ func TestReplyLimit(t *testing.T) {
 	testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupServers), "scheduler is gone")
 	nodes[1].until(t, "worker 0 is dead", func() bool { return nodes[1].lost[9] != nil })
 	testnet.WantError(t, nodes[1].lossOf(9), "its replies are not read: 65536 wait")
-	for id, err := range barrier(t.Context(), nodes, GroupScheduler+GroupServers, 1, 1) {
-		if err != nil {
-			t.Errorf("%s: %v", Name(id), err)
-		}
-	}
+	meet(t, nodes, GroupScheduler+GroupServers, 1, 1)
 }
 
 // TestConnectAgain cuts the connection between a server and a worker in one direction or both, so that
@@ -1198,23 +1131,14 @@ func connectAgain(t *testing.T, key secret.Secret, cut []int) {
 		asked <- from
 	})
 	request := func() (to, from Process) {
-		to, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}})
-		if err != nil {
-			t.Fatal(err)
-		}
+		to = w.send(t, 8)
 		return to, <-asked
 	}
 	to, from := request()
-	first, err := w.link(8)
-	if err != nil {
-		t.Fatal(err)
-	}
+	first := w.linkWith(t, 8)
 	ends := make(map[int]netip.AddrPort)
 	for _, id := range cut {
-		l, err := nodes[id].link(17 - id)
-		if err != nil {
-			t.Fatal(err)
-		}
+		l := nodes[id].linkWith(t, 17-id)
 		ends[id] = netip.MustParseAddrPort(l.conn.LocalAddr().String())
 		other := netip.MustParseAddrPort(l.conn.RemoteAddr().String())
 		if n, err := testnet.Cut(func(c testnet.Connection) bool {
@@ -1223,9 +1147,7 @@ func connectAgain(t *testing.T, key secret.Secret, cut []int) {
 			t.Fatalf("cut %d ends: %v", n, err)
 		}
 	}
-	if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
-		t.Fatal(err)
-	}
+	w.send(t, 8)
 	for _, n := range []*node{s, w} {
 		n.until(t, "a node notices", func() bool { return n.lost[17-n.ID()] != nil })
 		n.until(t, "the nodes connect again", func() bool { return slices.Equal(n.restored, []int{17 - n.ID()}) })
@@ -1251,11 +1173,7 @@ func connectAgain(t *testing.T, key secret.Secret, cut []int) {
 	// A goroutine may have got the link before its end, and go on only now.
 	testnet.WantError(t, first.request(t.Context(), &Message{Header: &pspb.Header{Request: true}}),
 		"server 0 is gone: no acknowledgement for 5s")
-	w.mu.Lock()
-	if !slices.Equal(w.blamed, []int{8}) {
-		t.Errorf("the worker has blamed %v, want server 0 once", w.blamed)
-	}
-	w.mu.Unlock()
+	wantBlamed(t, w, 8)
 	if s.Connected(from) || w.Connected(to) || !s.Connected(from.Whole()) || !w.Connected(to.Whole()) {
 		t.Error("the old connection counts, or the new one does not")
 	}
