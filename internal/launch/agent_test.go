@@ -8,40 +8,58 @@ import (
 	"testing"
 
 	"github.com/hashicorp/yamux"
-	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
+// inOwnProcess reports whether this process runs only this test. Otherwise it starts such a process, because
+// an agent reaps all children of its process.
+func inOwnProcess(t *testing.T) bool {
+	t.Helper()
+	const test = "LAUNCH_TEST_OF_AGENT"
+	if os.Getenv(test) != "" {
+		return true
+	}
+	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s")
+	cmd.Env = append(os.Environ(), test+"=1")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	return false
+}
+
+// startAgent starts an agent and returns the launcher's session and its control stream. The channel ended
+// gets the error of the agent.
+func startAgent(t *testing.T, f *family) (s *session, control *yamux.Stream, ended chan error) {
+	t.Helper()
+	mine, theirs := net.Pipe()
+	ended = make(chan error, 1)
+	go func() { ended <- serveLauncher(&link{in: theirs, out: theirs}, 0, os.Environ(), f, nil) }()
+	l := &link{in: mine, out: mine}
+	err := readHello(l)
+	if err == nil {
+		s, err = newSession(yamux.Client, l, 0)
+	}
+	if err == nil {
+		control, err = s.OpenStream()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s, control, ended
+}
+
 // TestLauncherIsGoneAtBegin ends the connection to the launcher while the agent starts ranks. Afterwards no
-// rank may be alive. The test runs the agent in a process of its own, because the agent reaps all children of
-// its process.
+// rank may be alive.
 func TestLauncherIsGoneAtBegin(t *testing.T) {
-	const inChild = "LAUNCH_TEST_GONE_AT_BEGIN"
-	if os.Getenv(inChild) == "" {
-		cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s")
-		cmd.Env = append(os.Environ(), inChild+"=1")
-		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Errorf("%v: %s", err, out)
-		}
+	if !inOwnProcess(t) {
 		return
 	}
 	for range 20 {
-		mine, theirs := net.Pipe()
 		var f family
-		ended := make(chan error, 1)
-		go func() { ended <- serveLauncher(&link{in: theirs, out: theirs}, 0, os.Environ(), &f, nil) }()
-		l := &link{in: mine, out: mine}
-		if err := readHello(l); err != nil {
-			t.Fatal(err)
-		}
-		s, err := newSession(yamux.Client, l, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		control, err := s.OpenStream()
-		if err == nil {
-			err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"},
-				Ranks: []words{{"A=1"}, {"A=2"}}}})
-		}
+		s, control, ended := startAgent(t, &f)
+		err := send(control, order{Job: &hostJob{Command: words{"sleep", "1000"},
+			Ranks: []words{{"A=1"}, {"A=2"}}}})
 		for range 4 {
 			_, openErr := s.OpenStream()
 			err = errors.Join(err, openErr)
@@ -66,30 +84,11 @@ func TestLauncherIsGoneAtBegin(t *testing.T) {
 // TestRefusalOfNewRank orders an agent to start another rank when the agent has no file descriptor left. The
 // agent refuses, and can still carry out orders.
 func TestRefusalOfNewRank(t *testing.T) {
-	const inChild = "LAUNCH_TEST_REFUSAL_OF_NEW_RANK"
-	if os.Getenv(inChild) == "" {
-		cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s")
-		cmd.Env = append(os.Environ(), inChild+"=1")
-		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Errorf("%v: %s", err, out)
-		}
+	if !inOwnProcess(t) {
 		return
 	}
-	mine, theirs := net.Pipe()
-	ended := make(chan error, 1)
-	go func() { ended <- serveLauncher(&link{in: theirs, out: theirs}, 0, os.Environ(), new(family), nil) }()
-	l := &link{in: mine, out: mine}
-	if err := readHello(l); err != nil {
-		t.Fatal(err)
-	}
-	s, err := newSession(yamux.Client, l, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	control, err := s.OpenStream()
-	if err == nil {
-		err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"}, Restarts: true}})
-	}
+	s, control, ended := startAgent(t, new(family))
+	err := send(control, order{Job: &hostJob{Command: words{"sleep", "1000"}, Restarts: true}})
 	next := func() (n notice) {
 		t.Helper()
 		if err = errors.Join(err, receive(control, maxNoticeBytes, &n)); err != nil {
@@ -113,14 +112,12 @@ func TestRefusalOfNewRank(t *testing.T) {
 	if n := next(); !isStarted(n) {
 		t.Fatalf("got %+v, want a rank that was started", n)
 	}
-	var limit unix.Rlimit
-	err = unix.Getrlimit(unix.RLIMIT_NOFILE, &limit)
-	err = errors.Join(err, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}))
+	restore := testnet.LimitDescriptors(t, 0)
 	start(1)
 	if n := next(); n.Refused == nil {
 		t.Fatalf("got %+v, want a refusal", n)
 	}
-	err = unix.Setrlimit(unix.RLIMIT_NOFILE, &limit)
+	restore()
 	start(1)
 	for n := next(); n.Rank != 1 || !isStarted(n); n = next() { // the agent has killed the first rank
 	}
