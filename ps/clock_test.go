@@ -62,9 +62,7 @@ func TestStaleSynchronous(t *testing.T) {
 				}
 				behind = max(behind, now-int(got[slow]))
 				mu.Unlock()
-				if _, err := w.PushAsync(t.Context(), keys[rank:rank+1], []float64{1}); err != nil {
-					t.Error(err)
-				}
+				must(w.PushAsync(t.Context(), keys[rank:rank+1], []float64{1}))
 				calling(rank, now+1)
 				if err := po.Clock(t.Context()); err != nil {
 					t.Error(err)
@@ -106,15 +104,9 @@ func TestBulkSynchronous(t *testing.T) {
 					return got
 				}
 				push := func(vals []float32, opts ...PushOption) {
-					if _, err := w.PushAsync(t.Context(), keys, vals, opts...); err != nil {
-						t.Error(err)
-					}
+					must(w.PushAsync(t.Context(), keys, vals, opts...))
 				}
-				clock := func() {
-					if err := po.Clock(t.Context()); err != nil {
-						t.Error(err)
-					}
-				}
+				clock := func() { noError(t, po.Clock(t.Context())) }
 				if rank == 0 {
 					push([]float32{1, 2, 3, 4}, Cmd(InitCmd))
 				}
@@ -160,9 +152,7 @@ func TestPushBeforeFinalize(t *testing.T) {
 	kv(j, Sum[int32], func(po *Node, rank int, w *KVWorker[int32]) {
 		key := []uint64{1}
 		if rank == 0 {
-			if _, err := w.PushAsync(t.Context(), key, []int32{5}); err != nil {
-				t.Error(err)
-			}
+			must(w.PushAsync(t.Context(), key, []int32{5}))
 			return // Finalize follows
 		}
 		defer close(pulled)
@@ -241,9 +231,7 @@ func TestClockErrors(t *testing.T) {
 		goOn := sync.OnceFunc(func() { close(leave) })
 		defer goOn()
 		noError(t, w.Push(t.Context(), keys, []int32{1, 2}))
-		if _, err := w.PushAsync(t.Context(), keys, []int32{1, 2, 3, 4}); err != nil {
-			t.Error(err)
-		}
+		must(w.PushAsync(t.Context(), keys, []int32{1, 2, 3, 4}))
 		testnet.WantError(t, po.Clock(t.Context()), "ps: clock: ps: push of 2 keys: server 0",
 			"key 1 has 1 values here, got 2")
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
@@ -253,9 +241,7 @@ func TestClockErrors(t *testing.T) {
 		}
 		testnet.WantError(t, w.Push(t.Context(), keys, []int32{1, 2}), "ps: push of 2 keys: the worker has ended its iteration")
 		goOn()
-		if err := po.Clock(t.Context()); err != nil {
-			t.Error(err)
-		}
+		noError(t, po.Clock(t.Context()))
 		var got []int32
 		if noError(t, w.Pull(t.Context(), keys, &got)); !slices.Equal(got, []int32{1, 2}) {
 			t.Errorf("got %v, want [1 2]", got)

@@ -34,9 +34,7 @@ var full = flag.Bool("full", false, "run 10 million requests in TestRandom")
 func kv[T Value](j job, handler func() Handler[T], worker func(po *Node, rank int, w *KVWorker[T])) {
 	j.run(func(po *Node) {
 		if po.Role() == Server {
-			if _, err := NewKVServer(po, handler()); err != nil {
-				j.t.Error(err)
-			}
+			must(NewKVServer(po, handler()))
 		}
 		if po.Role() != Worker {
 			return
@@ -45,11 +43,7 @@ func kv[T Value](j job, handler func() Handler[T], worker func(po *Node, rank in
 		for c := range max(j.customers, 1) {
 			wg.Go(func() {
 				n := po.Customers()[c]
-				w, err := NewKVWorker[T](n)
-				if err != nil {
-					j.t.Error(err)
-					return
-				}
+				w := must(NewKVWorker[T](n))
 				worker(n, n.Rank(), w)
 			})
 		}
@@ -68,11 +62,7 @@ func testKVApp(t *testing.T, rank int, w *KVWorker[float32]) {
 	}
 	var flying []*Request
 	for range repeat {
-		r, err := w.PushAsync(t.Context(), keys, vals)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		r := must(w.PushAsync(t.Context(), keys, vals))
 		if flying = append(flying, r); len(flying) > 10 {
 			wait(t, flying[0], nil)
 			flying = flying[1:]
@@ -117,9 +107,7 @@ func TestSeveralCustomers(t *testing.T) {
 			t.Errorf("two customers have the rank %d", rank)
 		}
 		testKVApp(t, rank, w)
-		if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
-			t.Error(err)
-		}
+		noError(t, po.Barrier(t.Context(), WorkerGroup))
 	})
 }
 
@@ -222,10 +210,7 @@ func TestKeysAreNamed(t *testing.T) {
 	server := make(chan *KVServer[uint8], 1)
 	job{t: t, servers: 2, workers: 1}.run(func(po *Node) {
 		if po.Role() == Server {
-			s, err := NewKVServer(po, Sum[uint8]())
-			if err != nil {
-				t.Error(err)
-			}
+			s := must(NewKVServer(po, Sum[uint8]()))
 			if po.Rank() == 0 {
 				server <- s
 			}
@@ -233,11 +218,7 @@ func TestKeysAreNamed(t *testing.T) {
 		if po.Role() != Worker {
 			return
 		}
-		w, err := NewKVWorker[uint8](po)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		w := must(NewKVWorker[uint8](po))
 		vals := slices.Repeat([]uint8{1}, num)
 		push := func() int {
 			before, _ := po.Traffic()
@@ -278,9 +259,7 @@ func TestSlicer(t *testing.T) {
 				got[n.Rank()].Store(int32(len(data.Keys)))
 				noError(t, s.Respond(meta, KVPairs[uint8]{}))
 			}
-			if _, err := NewKVServer(n, KVHandler[uint8](handler)); err != nil {
-				t.Error(err)
-			}
+			must(NewKVServer(n, KVHandler[uint8](handler)))
 		case Worker:
 			push := func(app int, bounds ...int) error {
 				w, err := NewKVWorker[uint8](n, App(app), SliceBy(func([]uint64, []Range) ([]int, error) {
@@ -324,9 +303,7 @@ func TestLateAnswers(t *testing.T) {
 						Lens: []int32{1}}); err == nil {
 						t.Error("values that do not fit were sent")
 					}
-					if err := s.Respond(m, answer); err != nil {
-						t.Error(err)
-					}
+					noError(t, s.Respond(m, answer))
 					if s.Respond(m, answer) == nil || s.Fail(m, context.Canceled) == nil {
 						t.Error("a second answer is no error")
 					}
@@ -394,12 +371,7 @@ func TestPullsInPlace(t *testing.T) {
 			var got [2][]float32
 			var flying [2]*Request
 			for i := range flying {
-				r, err := w.PullAsync(t.Context(), keys, &got[i])
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				flying[i] = r
+				flying[i] = must(w.PullAsync(t.Context(), keys, &got[i]))
 			}
 			for i, r := range flying {
 				wait(t, r, nil)
@@ -606,11 +578,7 @@ func TestTypes(t *testing.T) {
 				[]half.Float16{half.Float16FromFloat32(3)})
 			sumOf(t, po, 3, []half.BFloat16{half.BFloat16FromFloat32(-2)},
 				[]half.BFloat16{half.BFloat16FromFloat32(-4)})
-			w, err := NewKVWorker[float32](po, App(4))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			w := must(NewKVWorker[float32](po, App(4)))
 			testnet.WantError(t, w.Push(t.Context(), []uint64{1}, []float32{1}),
 				"the worker has values of type FLOAT, the server of type INT32")
 		}
@@ -624,34 +592,21 @@ func TestSharedHandler(t *testing.T) {
 	job{t: t, servers: 1, workers: 2}.run(func(po *Node) {
 		if po.Role() == Server {
 			for app := range 2 {
-				if err := server(po, app, shared); err != nil {
-					t.Error(err)
-				}
+				noError(t, server(po, app, shared))
 			}
 		}
 		if po.Role() != Worker {
 			return
 		}
-		w, err := NewKVWorker[int64](po, App(po.Rank()))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		w := must(NewKVWorker[int64](po, App(po.Rank())))
 		var all []*Request
 		for i := range pushes {
-			r, err := w.PushAsync(t.Context(), []uint64{1, 2 + uint64(i%100)}, []int64{1, 1})
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			all = append(all, r)
+			all = append(all, must(w.PushAsync(t.Context(), []uint64{1, 2 + uint64(i%100)}, []int64{1, 1})))
 		}
 		for _, r := range all {
 			wait(t, r, nil)
 		}
-		if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
-			t.Error(err)
-		}
+		noError(t, po.Barrier(t.Context(), WorkerGroup))
 		var got []int64
 		noError(t, w.Pull(t.Context(), []uint64{1, 2}, &got))
 		if want := []int64{2 * pushes, 2 * pushes / 100}; !slices.Equal(got, want) {
@@ -667,11 +622,7 @@ func server[T Value](po *Node, app int, h Handler[T]) error {
 
 // sumOf pushes vals twice and compares what is pulled with want.
 func sumOf[T Value](t *testing.T, po *Node, app int, vals, want []T) {
-	w, err := NewKVWorker[T](po, App(app))
-	if err != nil {
-		t.Error(err)
-		return
-	}
+	w := must(NewKVWorker[T](po, App(app)))
 	var got []T
 	for range 2 {
 		noError(t, w.PushPull(t.Context(), []uint64{3}, vals, &got))
@@ -752,9 +703,7 @@ func Test130Workers(t *testing.T) {
 		for range 5 {
 			noError(t, w.Push(t.Context(), keys, []int32{1, 10, 100}))
 		}
-		if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
-			t.Error(err)
-		}
+		noError(t, po.Barrier(t.Context(), WorkerGroup))
 		var got []int32
 		noError(t, w.Pull(t.Context(), keys, &got))
 		if want := []int32{5 * workers, 50 * workers, 500 * workers}; !slices.Equal(got, want) {
@@ -859,11 +808,7 @@ func TestRandom(t *testing.T) {
 			}
 			flying = nil
 		}
-		barrier := func() {
-			if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
-				t.Error(err)
-			}
-		}
+		barrier := func() { noError(t, po.Barrier(t.Context(), WorkerGroup)) }
 		measure := func(m *runtime.MemStats) {
 			if barrier(); rank == 0 {
 				runtime.GC()
@@ -904,11 +849,7 @@ func TestFailedRequestIsDropped(t *testing.T) {
 	j := job{t: t, servers: 1, workers: 1, faults: faults}
 	j.run(func(po *Node) {
 		if po.Role() == Server {
-			s, err := NewKVServer(po, Sum[uint8]())
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			s := must(NewKVServer(po, Sum[uint8]()))
 			<-asks
 			testnet.Eventually(t, "the server drops the request", func() bool {
 				s.c.handling.Lock()
@@ -917,22 +858,14 @@ func TestFailedRequestIsDropped(t *testing.T) {
 			})
 		}
 		if po.Role() == Worker {
-			w, err := NewKVWorker[uint8](po)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			w := must(NewKVWorker[uint8](po))
 			list, err := w.lists.get([]uint64{1}, func([]uint64) ([]int, error) { return []int{0, 1}, nil })
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			w.lists.first(list, 0, false) // as if the keys had been sent
-			r, err := w.PushAsync(t.Context(), []uint64{1}, []uint8{1})
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			r := must(w.PushAsync(t.Context(), []uint64{1}, []uint8{1}))
 			<-asks
 			w.c.complete(r, errTimeout)
 			close(failed)
@@ -948,11 +881,7 @@ func TestParkedBytes(t *testing.T) {
 		if po.Role() != Server {
 			return
 		}
-		s, err := NewKVServer(po, Sum[float32]())
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		s := must(NewKVServer(po, Sum[float32]()))
 		s.c.handling.Lock()
 		defer s.c.handling.Unlock()
 		vals, stranger := make([]byte, 4<<20), van.Process{ID: van.WorkerID(1)}
@@ -983,13 +912,9 @@ func TestMessageOfAGoneWorker(t *testing.T) {
 		if po.Role() != Server {
 			return
 		}
-		s, err := NewKVServer(po, KVHandler[float32](func(KVMeta, KVPairs[float32], *KVServer[float32]) {
+		s := must(NewKVServer(po, KVHandler[float32](func(KVMeta, KVPairs[float32], *KVServer[float32]) {
 			t.Error("a request is handled")
-		}))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		})))
 		gone := van.Process{ID: van.WorkerID(0)} // another process has its place now
 		s.c.handling.Lock()
 		defer s.c.handling.Unlock()
@@ -1004,19 +929,22 @@ func TestMessageOfAGoneWorker(t *testing.T) {
 	})
 }
 
-// TestPushOfAWorkerThatHasLeft checks that a server that was busy while a worker left drops a later ZPush of
-// this worker, whose values are in the memory of the worker, which may have changed since.
-func TestPushOfAWorkerThatHasLeft(t *testing.T) {
-	vals, err := arena.Alloc(4 * van.SharedBytes)
+// arenaBytes allocates n bytes in the arena for the duration of a test.
+func arenaBytes(t *testing.T, n int) []byte {
+	t.Helper()
+	b, err := arena.Alloc(n)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() {
-		if err := arena.Free(vals); err != nil {
-			t.Error(err)
-		}
-	}()
-	handled, serves, left := make(chan struct{}), make(chan bool, 1), make(chan struct{})
+	t.Cleanup(func() { noError(t, arena.Free(b)) })
+	return b
+}
+
+// TestPushOfAWorkerThatHasLeft checks that a server that was busy while a worker left drops a later ZPush of
+// this worker, whose values are in the memory of the worker, which may have changed since.
+func TestPushOfAWorkerThatHasLeft(t *testing.T) {
+	vals := arenaBytes(t, 4*van.SharedBytes)
+	handled, serves, left := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	var second atomic.Bool
 	var pushes int
 	handler := KVHandler[uint8](func(meta KVMeta, _ KVPairs[uint8], _ *KVServer[uint8]) {
@@ -1033,12 +961,7 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 			<-left
 			return
 		case po.Role() == Server:
-			s, err := NewKVServer(po, handler)
-			if err != nil {
-				t.Error(err)
-				serves <- false
-				return
-			}
+			s := must(NewKVServer(po, handler))
 			requests := 0
 			s.c.handling.Lock()
 			s.c.request = func(from van.Process, m *van.Message) {
@@ -1047,26 +970,17 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 				second.Store(requests == 2)
 			}
 			s.c.handling.Unlock()
-			serves <- true
+			close(serves)
 			<-left
 			testnet.Eventually(t, "the second push has arrived", second.Load)
 			return
 		}
 		defer close(left)
-		if !<-serves {
-			return
-		}
-		w, err := NewKVWorker[uint8](po)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		<-serves
+		w := must(NewKVWorker[uint8](po))
 		var last *Request
 		for range 2 {
-			if last, err = w.PushAsync(t.Context(), []uint64{1}, vals, ZeroCopy()); err != nil {
-				t.Error(err)
-				return
-			}
+			last = must(w.PushAsync(t.Context(), []uint64{1}, vals, ZeroCopy()))
 		}
 		<-handled
 		last.Done() // sends it now

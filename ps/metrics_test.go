@@ -51,11 +51,7 @@ func TestMetrics(t *testing.T) {
 				return
 			}
 		case po.Role() == Worker:
-			w, err := NewKVWorker[float32](po)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			w := must(NewKVWorker[float32](po))
 			for range pushes {
 				noError(t, w.Push(t.Context(), []uint64{1}, make([]float32, 1000)))
 			}

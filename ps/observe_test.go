@@ -26,12 +26,7 @@ func TestTimeline(t *testing.T) {
 		var got []float32
 		var flying []*Request
 		for range pushes {
-			r, err := w.PushAsync(t.Context(), []uint64{1, 2}, make([]float32, 6))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			flying = append(flying, r)
+			flying = append(flying, must(w.PushAsync(t.Context(), []uint64{1, 2}, make([]float32, 6))))
 		}
 		r, err := w.PushPullAsync(t.Context(), []uint64{1, 2}, make([]float32, 6), &got)
 		flying = append(flying, r)
@@ -112,17 +107,11 @@ func TestDump(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			if err := server(po, 0, KVHandler[int8](handler)); err != nil {
-				t.Error(err)
-			}
+			noError(t, server(po, 0, KVHandler[int8](handler)))
 			<-asked
 		case po.Role() == Worker:
 			defer close(failed)
-			w, err := NewKVWorker[int8](po)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			w := must(NewKVWorker[int8](po))
 			noError(t, w.Push(t.Context(), []uint64{1}, []int8{1}))
 			var got []int8
 			testnet.WantError(t, w.Pull(testnet.Context(t), []uint64{1}, &got), "server 0 is gone")

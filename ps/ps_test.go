@@ -50,6 +50,7 @@ type job struct {
 	logless          bool          // the program gives the nodes no log
 	logger           *slog.Logger  // of all nodes; the default writes nothing
 	leave            bool          // the nodes leave the job without a barrier
+	apart            int           // with replicas, the server that shares no memory with others, or 0
 	restart          bool          // in a job with replicas, all servers end while the job starts, and return
 	limit            time.Duration // how long the job may take; the default is 10 minutes
 	faults           func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
@@ -67,15 +68,9 @@ func (j job) run(node func(po *Node)) {
 	for _, role := range roles {
 		wg.Go(func() {
 			opts := Config{Logger: cmp.Or(j.logger, discard), faults: j.faults,
-				Settings: map[string]string{"DMLC_ROLE": role,
-					"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
-					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
-					"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60"}}
+				Settings: nodeSettings(role, j.servers, j.workers, port, j.settings)}
 			if j.logless {
 				opts.Logger = nil
-			}
-			for name, text := range j.settings {
-				opts.Settings[name] = text
 			}
 			if role == "worker" {
 				opts.Customers = customers
@@ -97,6 +92,24 @@ func (j job) run(node func(po *Node)) {
 		})
 	}
 	wg.Wait()
+}
+
+// nodeSettings returns the settings of a node of a job on this host, which more may change. Its limits are
+// longer than usual, because on a busy machine a node may be silent for longer than 10 s.
+func nodeSettings(role string, servers, workers int, port string, more map[string]string) map[string]string {
+	all := map[string]string{"DMLC_ROLE": role, "DMLC_NUM_SERVER": strconv.Itoa(servers),
+		"DMLC_NUM_WORKER": strconv.Itoa(workers), "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
+		"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60"}
+	maps.Copy(all, more)
+	return all
+}
+
+// must returns the result of a call without which a test cannot go on. It panics if the call has failed.
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
 }
 
 // noError reports an error of a call.
@@ -137,11 +150,9 @@ func TestConnection(t *testing.T) {
 // TestNoLauncher checks that a node connects with hvdrun only if hvdrun has started it as a node and the
 // program has not joined it to another job. Nothing listens at the address of the store.
 func TestNoLauncher(t *testing.T) {
-	for name, text := range map[string]string{"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-		"HOROVOD_GLOO_RENDEZVOUS_PORT": strconv.Itoa(testnet.FreePort(t)),
-		"DMLC_ROLE":                    "scheduler", "DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0",
-		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)),
-		"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"} {
+	for name, text := range nodeSettings("scheduler", 0, 0, strconv.Itoa(testnet.FreePort(t)), map[string]string{
+		"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20",
+		"HOROVOD_GLOO_RENDEZVOUS_PORT": strconv.Itoa(testnet.FreePort(t))}) {
 		t.Setenv(name, text)
 	}
 	start := func(settings map[string]string) error {
@@ -167,14 +178,12 @@ func TestSimpleApp(t *testing.T) {
 	const n = 100
 	job{t: t, servers: 2, workers: 2}.run(func(po *Node) {
 		var requests, responses atomic.Int32
-		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+		app := must(NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
 			if req.Head != 1 || string(req.Body) != "test" || req.Sender != SchedulerGroup {
 				t.Errorf("node %d got %+v", po.ID(), req)
 			}
 			requests.Add(1)
-			if err := app.Respond(req, []byte("re")); err != nil {
-				t.Error(err)
-			}
+			noError(t, app.Respond(req, []byte("re")))
 			if err := app.Respond(req, nil); err == nil {
 				t.Error("a second answer is no error")
 			}
@@ -183,20 +192,11 @@ func TestSimpleApp(t *testing.T) {
 				t.Errorf("got the response %q", resp.Body)
 			}
 			responses.Add(1)
-		}))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		})))
 		if po.Role() == Scheduler {
 			var all []*Request
 			for range n {
-				r, err := app.Request(t.Context(), AllGroup, 1, []byte("test"))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				all = append(all, r)
+				all = append(all, must(app.Request(t.Context(), AllGroup, 1, []byte("test"))))
 			}
 			for _, r := range all {
 				wait(t, r, nil)
@@ -218,9 +218,7 @@ func TestSimpleApp(t *testing.T) {
 				t.Errorf("got %v, want a UsageError", err)
 			}
 		}
-		if err := po.Barrier(t.Context(), AllGroup); err != nil {
-			t.Error(err)
-		}
+		noError(t, po.Barrier(t.Context(), AllGroup))
 		if requests.Load() != n {
 			t.Errorf("node %d got %d requests, want %d", po.ID(), requests.Load(), n)
 		}
@@ -251,13 +249,11 @@ func TestJoinAgain(t *testing.T) {
 			}
 			return deliver(m)
 		}
-		settings := map[string]string{"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2",
-			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)),
-			"HVD_SECRET": text, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_VERBOSE": "1"}
+		port := strconv.Itoa(testnet.FreePort(t))
+		settings := map[string]string{"HVD_SECRET": text, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_VERBOSE": "1"}
 		part := func(role string, job int, c Config) {
 			c.Logger = cmp.Or(c.Logger, discard)
-			c.Settings = maps.Clone(settings)
-			c.Settings["DMLC_ROLE"] = role
+			c.Settings = nodeSettings(role, 1, 2, port, settings)
 			po, err := Join(ctx, c)
 			for role == "scheduler" && err != nil && ctx.Err() == nil && strings.Contains(err.Error(), "in use") {
 				dial.Pause(ctx, 10*time.Millisecond, nil)
@@ -300,11 +296,7 @@ func TestErrors(t *testing.T) {
 		if n.Role() != Worker {
 			return
 		}
-		app, err := NewSimpleApp(n)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		app := must(NewSimpleApp(n))
 		for _, call := range []func() error{
 			func() error { return await(t.Context())(app.Request(t.Context(), 8, 1, nil)) },
 			func() error { return n.Barrier(t.Context(), AllGroup) },
@@ -362,8 +354,7 @@ func TestNodeID(t *testing.T) {
 
 // TestSettings checks the errors of settings that do not describe a node.
 func TestSettings(t *testing.T) {
-	good := map[string]string{"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1",
-		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
+	good := nodeSettings("server", 1, 1, "1", map[string]string{"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"})
 	for _, c := range []struct {
 		name, text string
 		customers  int
@@ -397,19 +388,16 @@ func TestSettings(t *testing.T) {
 // TestLoopbackNeedsSecret starts a scheduler on loopback without a secret from the user. It must refuse a
 // process that does not know the secret that it has made.
 func TestLoopbackNeedsSecret(t *testing.T) {
-	addr := testnet.FreePort(t)
+	port := strconv.Itoa(testnet.FreePort(t))
 	log, entries := testnet.Logs()
 	ctx, cancel := context.WithCancel(t.Context())
 	started := make(chan error, 1)
 	go func() {
-		_, err := Join(ctx, Config{Logger: logs.ToSlog(log), Settings: map[string]string{"DMLC_ROLE": "scheduler",
-			"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
-			"DMLC_PS_ROOT_PORT": strconv.Itoa(addr)}})
+		_, err := Join(ctx, Config{Logger: logs.ToSlog(log), Settings: nodeSettings("scheduler", 1, 1, port, nil)})
 		started <- err
 	}()
-	_, err := Join(testnet.Context(t), Config{Logger: discard, Settings: map[string]string{
-		"DMLC_ROLE": "worker", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "HVD_INSECURE": "1",
-		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(addr)}})
+	_, err := Join(testnet.Context(t), Config{Logger: discard,
+		Settings: nodeSettings("worker", 1, 1, port, map[string]string{"HVD_INSECURE": "1"})})
 	testnet.WantError(t, err, "requires the secret")
 	testnet.Eventually(t, "the reason", func() bool {
 		return testnet.Logged(entries, "closed a connection", "no secret")
@@ -423,15 +411,13 @@ func TestLoopbackNeedsSecret(t *testing.T) {
 // TestUnreadSetting checks that a node warns about a setting that only ranks use.
 func TestUnreadSetting(t *testing.T) {
 	log, entries := testnet.Logs()
-	po, err := Join(t.Context(), Config{Logger: logs.ToSlog(log), Settings: map[string]string{"DMLC_ROLE": "scheduler",
-		"DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
-		"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HOROVOD_CYCLE_TIME": "3", "HVD_LIVENESS_SECONDS": "10"}})
+	po, err := Join(t.Context(), Config{Logger: logs.ToSlog(log),
+		Settings: nodeSettings("scheduler", 0, 0, strconv.Itoa(testnet.FreePort(t)),
+			map[string]string{"HOROVOD_CYCLE_TIME": "3", "HVD_LIVENESS_SECONDS": "10"})})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := po.Finalize(t.Context()); err != nil {
-		t.Error(err)
-	}
+	noError(t, po.Finalize(t.Context()))
 	if !testnet.Logged(entries, "HOROVOD_CYCLE_TIME has no effect: nodes of a parameter server do not use it") ||
 		testnet.Logged(entries, "HVD_LIVENESS_SECONDS") {
 		t.Errorf("got %v, want one warning about HOROVOD_CYCLE_TIME", entries.All())
@@ -454,9 +440,8 @@ func TestInterface(t *testing.T) {
 	}
 	ip := own[i].(*net.IPNet).IP.String()
 	// Without a secret, a server refuses to listen on an address that other hosts can reach.
-	_, err = Join(t.Context(), Config{Logger: discard, Settings: map[string]string{"DMLC_ROLE": "server",
-		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
-		"DMLC_PS_ROOT_PORT": "1", "DMLC_INTERFACE": ip}})
+	_, err = Join(t.Context(), Config{Logger: discard,
+		Settings: nodeSettings("server", 1, 1, "1", map[string]string{"DMLC_INTERFACE": ip})})
 	testnet.WantError(t, err, "this node would listen on "+ip+":0 without a secret")
 }
 
@@ -470,34 +455,16 @@ func TestAsync(t *testing.T) {
 		}
 		return deliver(m)
 	}
-	nodes := make(map[string]*Node)
-	var mu sync.Mutex
-	var starting sync.WaitGroup
-	for _, role := range []string{"scheduler", "server", "worker"} {
-		starting.Go(func() {
-			po, err := Join(testnet.Context(t), Config{Async: true, Logger: discard, faults: faults,
-				Settings: map[string]string{"DMLC_ROLE": role, "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1",
-					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port}})
-			if err != nil {
-				t.Errorf("%s: %v", role, err)
-				return
-			}
-			mu.Lock()
-			nodes[role] = po
-			mu.Unlock()
-		})
-	}
-	starting.Wait()
+	nodes := startAll(t, func(role string) (*Node, error) {
+		return Join(testnet.Context(t), Config{Async: true, Logger: discard, faults: faults,
+			Settings: nodeSettings(role, 1, 1, port, nil)})
+	})
 	if n := barriers.Load(); n > 0 {
 		t.Errorf("Join has sent %d messages about barriers", n)
 	}
 	var leaving sync.WaitGroup
-	for role, po := range nodes {
-		leaving.Go(func() {
-			if err := po.Finalize(testnet.Context(t)); err != nil {
-				t.Errorf("%s: %v", role, err)
-			}
-		})
+	for _, po := range nodes {
+		leaving.Go(func() { noError(t, po.Finalize(testnet.Context(t))) })
 	}
 	leaving.Wait()
 	if barriers.Load() == 0 {
@@ -539,19 +506,11 @@ func TestMissingApp(t *testing.T) {
 				return len(po.held) >= 6
 			})
 			var got []int32
-			app, err := NewSimpleApp(po, App(3), OnRequest(func(req SimpleData, app *SimpleApp) {
+			app := must(NewSimpleApp(po, App(3), OnRequest(func(req SimpleData, app *SimpleApp) {
 				got = append(got, req.Head)
-				if err := app.Respond(req, nil); err != nil {
-					t.Error(err)
-				}
-			}))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			if err := po.Barrier(t.Context(), ServerGroup+WorkerGroup); err != nil {
-				t.Error(err)
-			}
+				noError(t, app.Respond(req, nil))
+			})))
+			noError(t, po.Barrier(t.Context(), ServerGroup+WorkerGroup))
 			router{po.postoffice}.Tick(time.Now().Add(2 * customerWait))
 			app.c.handling.Lock()
 			defer app.c.handling.Unlock()
@@ -560,36 +519,17 @@ func TestMissingApp(t *testing.T) {
 			}
 		}
 		if po.Role() == Worker {
-			app, err := NewSimpleApp(po, App(3))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			missing, err := NewSimpleApp(po, App(4))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			never, err := missing.Request(t.Context(), 8, 1, nil)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			app := must(NewSimpleApp(po, App(3)))
+			missing := must(NewSimpleApp(po, App(4)))
+			never := must(missing.Request(t.Context(), 8, 1, nil))
 			var all []*Request
 			for i := range 10 {
-				r, err := app.Request(t.Context(), 8, int32(i), nil)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				all = append(all, r)
+				all = append(all, must(app.Request(t.Context(), 8, int32(i), nil)))
 			}
 			for _, r := range all {
 				wait(t, r, nil)
 			}
-			if err := po.Barrier(t.Context(), ServerGroup+WorkerGroup); err != nil {
-				t.Error(err)
-			}
+			noError(t, po.Barrier(t.Context(), ServerGroup+WorkerGroup))
 			testnet.WantError(t, never.Wait(t.Context()), "server 0: it has had no app 4 for 10s")
 		}
 	})
@@ -615,11 +555,7 @@ func TestDeathFailsRequests(t *testing.T) {
 	workers.Add(2)
 	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Node) {
 		// The server never answers.
-		app, err := NewSimpleApp(po, OnRequest(func(SimpleData, *SimpleApp) {}))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		app := must(NewSimpleApp(po, OnRequest(func(SimpleData, *SimpleApp) {})))
 		if po.Role() == Scheduler {
 			workers.Wait()
 		}
@@ -730,11 +666,7 @@ func TestOperationTimeout(t *testing.T) {
 	held, failed := make(chan SimpleData, 1), make(chan struct{})
 	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "0.3"}
 	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Node) {
-		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) { held <- req }))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		app := must(NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) { held <- req })))
 		if po.Role() == Worker {
 			r, err := app.Request(t.Context(), 8, 1, nil)
 			if err == nil {
@@ -762,23 +694,14 @@ func TestTimeoutInQueue(t *testing.T) {
 	failed := make(chan struct{})
 	one := map[string]string{"DMLC_PS_WATER_MARK": "1"}
 	job{t: t, servers: 1, workers: 1, settings: one}.run(func(po *Node) {
-		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+		app := must(NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
 			<-failed
-			if err := app.Respond(req, nil); err != nil {
-				t.Error(err)
-			}
-		}))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+			noError(t, app.Respond(req, nil))
+		})))
 		if po.Role() != Worker {
 			return
 		}
-		first, err := app.Request(t.Context(), 8, 1, nil)
-		if err != nil {
-			t.Error(err)
-		}
+		first := must(app.Request(t.Context(), 8, 1, nil))
 		app.c.po.set.OperationTimeout = 300 * time.Millisecond
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
@@ -796,13 +719,9 @@ func TestEarlyResponse(t *testing.T) {
 			return
 		}
 		var got []NodeID
-		app, err := NewSimpleApp(po, App(5), OnResponse(func(d SimpleData, _ *SimpleApp) {
+		app := must(NewSimpleApp(po, App(5), OnResponse(func(d SimpleData, _ *SimpleApp) {
 			got = append(got, d.Sender)
-		}))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		})))
 		s := &simpleRequest{app: app}
 		s.Request = Request{c: app.c, of: s, done: make(chan struct{}), parts: []part{{to: 8, sent: true}}}
 		po.wg.Add(1)
@@ -826,11 +745,7 @@ func (f *finishing) finish([]part) error { f.call(); return nil }
 func TestFinalizeWaitsForCallbacks(t *testing.T) {
 	var sender sync.WaitGroup
 	job{t: t, leave: true}.run(func(po *Node) {
-		app, err := NewSimpleApp(po)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		app := must(NewSimpleApp(po))
 		completing := make(chan struct{})
 		var left atomic.Bool
 		r := &Request{callback: func(error) {
@@ -860,7 +775,7 @@ func TestFinalizeWaitsForCallbacks(t *testing.T) {
 func TestBodyIsCopied(t *testing.T) {
 	first, free := make(chan struct{}), make(chan struct{})
 	job{t: t}.run(func(po *Node) {
-		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+		app := must(NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
 			if req.Head == 0 {
 				close(first)
 				<-free
@@ -869,24 +784,14 @@ func TestBodyIsCopied(t *testing.T) {
 			if req.Head == 1 && string(req.Body) != "body" {
 				t.Errorf("got the body %q", req.Body)
 			}
-			if err := app.Respond(req, answer); err != nil {
-				t.Error(err)
-			}
+			noError(t, app.Respond(req, answer))
 			clear(answer)
 		}), OnResponse(func(resp SimpleData, _ *SimpleApp) {
 			if string(resp.Body) != "answer" {
 				t.Errorf("got the answer %q", resp.Body)
 			}
-		}))
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		r0, err := app.Request(t.Context(), SchedulerGroup, 0, nil)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		})))
+		r0 := must(app.Request(t.Context(), SchedulerGroup, 0, nil))
 		<-first
 		body := []byte("body")
 		r1, err := app.Request(t.Context(), SchedulerGroup, 1, body)
@@ -902,12 +807,9 @@ func TestResponseTooLong(t *testing.T) {
 	long := strings.Repeat("x", 5<<20)
 	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "20"}
 	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Node) {
-		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+		app := must(NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
 			testnet.WantError(t, app.Respond(req, []byte(long)), "the header of a message has")
-		}))
-		if err != nil {
-			t.Error(err)
-		}
+		})))
 		if po.Role() == Worker {
 			testnet.WantError(t, await(t.Context())(app.Request(t.Context(), 8, 1, nil)), "server 0: the header of a message has")
 		}

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -38,12 +37,11 @@ func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *r
 	r := &replicated[T]{t: t, handler: handler, nodes: make(map[int]*Node),
 		servers: make(map[int]*KVServer[T]), workers: make(map[int]*KVWorker[T])}
 	configOf := func(role string, rank int) Config {
-		opts := Config{Logger: discard, faults: j.faults, Settings: map[string]string{"DMLC_ROLE": role,
-			"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
-			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_RANK": strconv.Itoa(rank),
-			"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}}
-		for name, text := range j.settings {
-			opts.Settings[name] = text
+		opts := Config{Logger: discard, faults: j.faults,
+			Settings: nodeSettings(role, j.servers, j.workers, port, j.settings)}
+		opts.Settings["DMLC_RANK"], opts.Settings["HVD_PS_REPLICAS"] = strconv.Itoa(rank), "1"
+		if role == "server" && van.ServerID(rank) == j.apart {
+			opts.Settings["HOROVOD_CPU_OPERATIONS"] = "tcp"
 		}
 		return opts
 	}
@@ -239,12 +237,7 @@ func sameBits[T Value](t *testing.T, faults bool, settings map[string]string, ha
 				if random.IntN(2) == 0 {
 					opts = append(opts, ZeroCopy())
 				}
-				req, err := w.PushAsync(t.Context(), keys, vals, opts...)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				flying = append(flying, req)
+				flying = append(flying, must(w.PushAsync(t.Context(), keys, vals, opts...)))
 			}
 		})
 	}
@@ -268,11 +261,7 @@ func isEnded(c <-chan struct{}) bool {
 
 // pushOne pushes a value to a key.
 func pushOne(t *testing.T, w *KVWorker[float64], key uint64, v float64, opts ...PushOption) error {
-	r, err := w.PushAsync(t.Context(), []uint64{key}, []float64{v}, opts...)
-	if err == nil {
-		err = r.Wait(t.Context())
-	}
-	return err
+	return w.Push(t.Context(), []uint64{key}, []float64{v}, opts...)
 }
 
 // TestBothServersDie kills both servers of a range. Requests fail and name the server, and when the servers
@@ -282,19 +271,13 @@ func TestBothServersDie(t *testing.T) {
 	w := r.workers[9]
 	last := uint64(MaxKey - 1000) // in the range of server 2, which server 0 has too
 	for _, key := range []uint64{1, last} {
-		if err := pushOne(t, w, key, 5); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, pushOne(t, w, key, 5))
 	}
 	r.kill(8)
-	if err := pushOne(t, w, 1, 2); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, pushOne(t, w, 1, 2))
 	r.kill(10)
 	testnet.WantError(t, pushOne(t, w, 1, 1), "server 0 is gone", "and so is server 1, which has the same keys")
-	if err := pushOne(t, w, last, 1); err != nil {
-		t.Error(err)
-	}
+	noError(t, pushOne(t, w, last, 1))
 	r.again(10)
 	r.again(8)
 	testnet.Eventually(t, "a server answers for the range", func() bool {
@@ -324,9 +307,7 @@ func TestBothServersRestartDuringStart(t *testing.T) {
 		}
 	}
 	for _, key := range []uint64{1, MaxKey - 1000} {
-		if err := pushOne(t, r.workers[9], key, 5); err != nil {
-			t.Error(err)
-		}
+		noError(t, pushOne(t, r.workers[9], key, 5))
 	}
 	r.sameBits()
 }
@@ -337,9 +318,7 @@ func TestNewsOutOfOrder(t *testing.T) {
 	r := startReplicated(t, job{t: t, servers: 3, workers: 1, settings: map[string]string{"PS_RESEND": "1"}},
 		Sum[float64])
 	w := r.workers[9]
-	if err := pushOne(t, w, 1, 5); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, pushOne(t, w, 1, 5))
 	r.kill(8)
 	r.kill(10)
 	testnet.Eventually(t, "the worker has the news of both", func() bool {
@@ -374,10 +353,7 @@ func TestBackupThatStopsToApply(t *testing.T) {
 	}
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
 	w := r.workers[9]
-	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{1})
-	if err != nil {
-		t.Fatal(err)
-	}
+	req := must(w.PushAsync(t.Context(), []uint64{1}, []float64{1}))
 	testnet.Eventually(t, "the push to the backup is dropped", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
@@ -403,9 +379,7 @@ func TestBackupThatStopsToApply(t *testing.T) {
 		t.Error("the range is replicated, although the backup is dead")
 	}
 	testnet.Eventually(t, "the backup fails", func() bool { return r.nodes[10].van.Err() != nil })
-	if err := pushOne(t, w, MaxKey/2+1, 1); err != nil {
-		t.Error(err)
-	}
+	noError(t, pushOne(t, w, MaxKey/2+1, 1))
 }
 
 // TestJoiningServerAccusesNobody breaks the connection of a server that gets the values from the other one.
@@ -421,13 +395,9 @@ func TestJoiningServerAccusesNobody(t *testing.T) {
 	}
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
 	w := r.workers[9]
-	if err := pushOne(t, w, 1, 5); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, pushOne(t, w, 1, 5))
 	r.kill(8)
-	if err := pushOne(t, w, 1, 2); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, pushOne(t, w, 1, 2))
 	broken.Store(true)
 	po, err := r.start("server", 0)
 	if err != nil {
@@ -461,10 +431,7 @@ func TestPausesGrow(t *testing.T) {
 		first.closed = closed
 	}
 	setClosed(true) // so it answers moved, as the backup does
-	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{5})
-	if err != nil {
-		t.Fatal(err)
-	}
+	req := must(w.PushAsync(t.Context(), []uint64{1}, []float64{5}))
 	p := &req.parts[0]
 	begun := time.Now()
 	testnet.Eventually(t, "the push was sent 7 times", func() bool {
@@ -538,23 +505,16 @@ func TestLateNewsOfReturn(t *testing.T) {
 	}
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
 	w := r.workers[9]
-	if err := pushOne(t, w, 1, 5); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, pushOne(t, w, 1, 5))
 	r.kill(8)
-	if err := pushOne(t, w, 1, 2); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, pushOne(t, w, 1, 2))
 	r.again(8)
 	testnet.Eventually(t, "all ranges are replicated", func() bool {
 		return r.nodes[8].stats().Unreplicated == 0 && r.nodes[10].stats().Unreplicated == 0
 	})
 	r.kill(10)
 	testnet.Eventually(t, "the worker's connection has ended", func() bool { return w.c.po.van.Gone(10) != nil })
-	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{1})
-	if err != nil {
-		t.Fatal(err)
-	}
+	req := must(w.PushAsync(t.Context(), []uint64{1}, []float64{1}))
 	p := &req.parts[0]
 	testnet.Eventually(t, "the push has lost its server", func() bool {
 		w.c.mu.Lock()
@@ -584,18 +544,11 @@ func TestWaitingPulls(t *testing.T) {
 	vals := make([]float64, 1<<19) // 4 MiB
 	noError(t, w.Push(t.Context(), []uint64{1}, vals))
 	held.Store(true)
-	push, err := w.PushAsync(t.Context(), []uint64{1}, vals)
-	if err != nil {
-		t.Fatal(err)
-	}
+	push := must(w.PushAsync(t.Context(), []uint64{1}, vals))
 	var pulls []*Request
 	for range 40 {
 		var got []float64
-		req, err := w.PullAsync(t.Context(), []uint64{1}, &got)
-		if err != nil {
-			t.Fatal(err)
-		}
-		pulls = append(pulls, req)
+		pulls = append(pulls, must(w.PullAsync(t.Context(), []uint64{1}, &got)))
 	}
 	testnet.Eventually(t, "the server waits for the backup", func() bool {
 		p := r.servers[8].replicas[0]
@@ -629,12 +582,8 @@ func TestReplicaUsage(t *testing.T) {
 			"DMLC_NUM_SERVER": "1"},
 		"HVD_PS_REPLICAS is 1, which cannot be used with HVD_STALENESS=0": {"HVD_STALENESS": "0"},
 	} {
-		all := map[string]string{"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "2", "DMLC_NUM_WORKER": "1",
-			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "HVD_PS_REPLICAS": "1"}
-		for name, text := range settings {
-			all[name] = text
-		}
-		_, err := Join(t.Context(), Config{Logger: discard, Settings: all})
+		settings["HVD_PS_REPLICAS"] = "1"
+		_, err := Join(t.Context(), Config{Logger: discard, Settings: nodeSettings("scheduler", 2, 1, "1", settings)})
 		testnet.WantError(t, err, want)
 	}
 	shared := Sum[float64]()
@@ -642,9 +591,7 @@ func TestReplicaUsage(t *testing.T) {
 	own := KVHandler[float64](func(KVMeta, KVPairs[float64], *KVServer[float64]) {})
 	_, err := NewKVServer(r.nodes[8], own, App(1))
 	testnet.WantError(t, err, "HVD_PS_REPLICAS is for built-in handlers")
-	if _, err := NewKVServer(r.nodes[8], shared, App(2)); err != nil {
-		t.Error(err)
-	}
+	must(NewKVServer(r.nodes[8], shared, App(2)))
 	_, err = NewKVServer(r.nodes[8], shared, App(3))
 	testnet.WantError(t, err, "another server has the same handler")
 	r.kill(8)
@@ -655,9 +602,7 @@ func TestReplicaUsage(t *testing.T) {
 	if n := r.nodes[8].joining[1].Load(); n != 0 {
 		t.Errorf("the server still gets %d ranges", n)
 	}
-	if _, err := NewKVServer(r.nodes[8], unused, App(3)); err != nil {
-		t.Error(err)
-	}
+	must(NewKVServer(r.nodes[8], unused, App(3)))
 }
 
 // TestWindow compares a window with a set of all pushes that were applied.
@@ -797,15 +742,7 @@ func TestTransfer(t *testing.T) {
 // applied, although the worker has left and has changed its memory before the primary could send them to a
 // backup on another host.
 func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
-	vals, err := arena.Alloc(4 * van.SharedBytes)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := arena.Free(vals); err != nil {
-			t.Error(err)
-		}
-	}()
+	vals := arenaBytes(t, 4*van.SharedBytes)
 	for i := range vals {
 		vals[i] = 1
 	}
@@ -816,59 +753,19 @@ func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
 		}
 		return deliver(m)
 	}
-	port := strconv.Itoa(testnet.FreePort(t))
-	nodes := make(map[int]*Node)
-	var mu sync.Mutex
-	var wg sync.WaitGroup
-	for _, id := range van.Members(van.GroupAll, 2, 1) {
-		wg.Go(func() {
-			settings := map[string]string{"DMLC_ROLE": van.RoleOf(id).String(), "DMLC_NUM_SERVER": "2",
-				"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
-				"DMLC_RANK": strconv.Itoa(van.Rank(id)), "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
-				"PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}
-			if id == van.ServerID(1) {
-				settings["HOROVOD_CPU_OPERATIONS"] = "tcp" // as on another host
-			}
-			po, err := Join(t.Context(), Config{Logger: discard, faults: faults, Settings: settings})
-			if err != nil {
-				t.Errorf("%s: %v", van.Name(id), err)
-				return
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			nodes[id] = po
-		})
-	}
-	wg.Wait()
-	if t.Failed() {
-		return
-	}
-	servers := make([]*KVServer[uint8], 2)
-	for rank := range servers {
-		servers[rank], err = NewKVServer(nodes[van.ServerID(rank)], Sum[uint8]())
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	worker := nodes[van.WorkerID(0)]
-	w, err := NewKVWorker[uint8](worker)
-	if err != nil {
-		t.Fatal(err)
-	}
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults, apart: van.ServerID(1)},
+		Sum[uint8])
+	open := sync.OnceFunc(func() { close(goOn) })
+	defer open()
+	w := r.workers[van.WorkerID(0)]
 	// The first push fills the connection between the servers.
-	if _, err := w.PushAsync(t.Context(), []uint64{1}, make([]uint8, 32<<20)); err != nil {
-		t.Fatal(err)
-	}
-	r, err := w.PushAsync(t.Context(), []uint64{2}, vals, ZeroCopy())
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.Done() // sends it now
+	must(w.PushAsync(t.Context(), []uint64{1}, make([]uint8, 32<<20)))
+	must(w.PushAsync(t.Context(), []uint64{2}, vals, ZeroCopy())).Done() // sends it now
 	value := func(rank int) (v uint8, ok bool) {
-		r := servers[rank].replicas[0]
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		e, ok := r.store.entries[2]
+		own := r.servers[van.ServerID(rank)].replicas[0]
+		own.mu.Lock()
+		defer own.mu.Unlock()
+		e, ok := own.store.entries[2]
 		if ok {
 			v = e.chunk.vals[e.at]
 		}
@@ -879,19 +776,15 @@ func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
 	}
 	testnet.Eventually(t, "the primary has applied the pushes", applied(0))
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-	worker.van.Stop(ctx)
+	w.c.po.van.Stop(ctx)
 	cancel()
 	for i := range vals {
 		vals[i] = 77
 	}
-	close(goOn)
+	open()
 	testnet.Eventually(t, "the backup has applied the pushes", applied(1))
 	first, _ := value(0)
 	if second, _ := value(1); first != 1 || second != 1 {
 		t.Errorf("the primary has %d and the backup %d, want 1", first, second)
 	}
-	for _, po := range nodes {
-		wg.Go(po.stop)
-	}
-	wg.Wait()
 }

@@ -17,10 +17,8 @@ func startSmall(t *testing.T, role, port, recovery string) (*Node, error) {
 }
 
 func smallConfig(role, port, recovery string) Config {
-	return Config{Logger: discard, Settings: map[string]string{"DMLC_ROLE": role,
-		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
-		"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60",
-		"HVD_RECOVERY_SECONDS": recovery}}
+	return Config{Logger: discard,
+		Settings: nodeSettings(role, 1, 1, port, map[string]string{"HVD_RECOVERY_SECONDS": recovery})}
 }
 
 // startAll starts the nodes of a job with one server and one worker, and returns them by id.
@@ -55,24 +53,14 @@ func TestReturn(t *testing.T) {
 	start := func(role string) (*Node, error) { return startSmall(t, role, port, "0") }
 	nodes := startAll(t, start)
 	serve := func() {
-		if _, err := NewKVServer(nodes[8], Sum[float64]()); err != nil {
-			t.Fatal(err)
-		}
+		must(NewKVServer(nodes[8], Sum[float64]()))
 		never := OnRequest(func(SimpleData, *SimpleApp) {}) // it does not answer
-		if _, err := NewSimpleApp(nodes[8], App(1), never); err != nil {
-			t.Fatal(err)
-		}
+		must(NewSimpleApp(nodes[8], App(1), never))
 	}
 	var w *KVWorker[float64]
 	var silent *SimpleApp
 	work := func() {
-		var err error
-		if w, err = NewKVWorker[float64](nodes[9]); err == nil {
-			silent, err = NewSimpleApp(nodes[9], App(1))
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		w, silent = must(NewKVWorker[float64](nodes[9])), must(NewSimpleApp(nodes[9], App(1)))
 	}
 	push := func(v float64, opts ...PushOption) error {
 		r, err := w.PushAsync(t.Context(), []uint64{1, 5}, []float64{v, 10 * v}, opts...)
@@ -106,10 +94,7 @@ func TestReturn(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 2 {
-		inFlight, err := silent.Request(t.Context(), 8, 1, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		inFlight := must(silent.Request(t.Context(), 8, 1, nil))
 		again(8, "server")
 		testnet.WantError(t, inFlight.Wait(t.Context()), "server 0 is gone")
 		serve()
@@ -130,17 +115,13 @@ func TestReturn(t *testing.T) {
 		again(9, "worker")
 		work()
 		check(7)
-		if err := push(1); err != nil {
-			t.Error(err)
-		}
+		noError(t, push(1))
 		check(8)
 	}
 	var wg sync.WaitGroup
 	for _, po := range nodes {
 		wg.Go(func() {
-			if err := po.Finalize(t.Context()); err != nil {
-				t.Error(err)
-			}
+			noError(t, po.Finalize(t.Context()))
 		})
 	}
 	wg.Wait()
@@ -184,9 +165,7 @@ func TestStartWaitsForReturn(t *testing.T) {
 		var wg sync.WaitGroup
 		for _, po := range nodes {
 			wg.Go(func() {
-				if err := po.Finalize(t.Context()); err != nil {
-					t.Error(err)
-				}
+				noError(t, po.Finalize(t.Context()))
 			})
 		}
 		wg.Wait()
@@ -229,9 +208,7 @@ func TestFinalizeWaits(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := errors.Join(po.Finalize(t.Context()), <-ended, <-ended); err != nil {
-				t.Error(err)
-			}
+			noError(t, errors.Join(po.Finalize(t.Context()), <-ended, <-ended))
 			continue
 		}
 		// The scheduler and the server may leave in any order, and the later one may miss the other one.
