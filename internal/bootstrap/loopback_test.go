@@ -2,6 +2,7 @@ package bootstrap
 
 import (
 	"errors"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -18,20 +19,20 @@ import (
 // given.
 func onLoopbackBy(t *testing.T, method string, vars map[string]string) (met []*Meeting, errs []error) {
 	t.Helper()
-	var configs []Config
-	for r := range 2 {
-		all := map[string]string{"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2"}
-		for name, value := range vars {
-			all[name] = value
-		}
-		configs = append(configs, Config{Settings: settings(t, all), Method: method})
-	}
-	return all(t, configs...)
+	return all(t, eachRank(2, func(r int) Config {
+		own := map[string]string{"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2"}
+		maps.Copy(own, vars)
+		return Config{Settings: settings(t, own), Method: method}
+	})...)
 }
 
-// wantOneSecret checks that all ranks have the same secret and, with HVD_TLS, encrypt.
-func wantOneSecret(t *testing.T, met []*Meeting, encrypt bool) {
+// wantOneSecret checks that no rank has an error, and that all ranks have the same secret and, with HVD_TLS,
+// encrypt.
+func wantOneSecret(t *testing.T, met []*Meeting, errs []error, encrypt bool) {
 	t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
 	for r, m := range met {
 		if m.Secret.IsZero() || m.Secret.IsEncrypted() != encrypt {
 			t.Fatalf("rank %d: got %v, encrypts %v, want %v", r, m.Secret, m.Secret.IsEncrypted(), encrypt)
@@ -47,10 +48,7 @@ func TestSecretOnLoopback(t *testing.T) {
 	for _, tls := range []string{"0", "1"} {
 		port := strconv.Itoa(testnet.FreePort(t))
 		met, errs := onLoopbackBy(t, "tcp://localhost:"+port, map[string]string{"HVD_TLS": tls})
-		if err := errors.Join(errs...); err != nil {
-			t.Fatal(err)
-		}
-		wantOneSecret(t, met, tls == "1")
+		wantOneSecret(t, met, errs, tls == "1")
 		_, err := store.Dial(testnet.Context(t), net.JoinHostPort(loopback, port), store.Config{})
 		if !errors.Is(err, secret.ErrNeeded) {
 			t.Errorf("a process without the secret: got %v, want %v", err, secret.ErrNeeded)
@@ -58,10 +56,7 @@ func TestSecretOnLoopback(t *testing.T) {
 
 		file := filepath.Join(t.TempDir(), "file")
 		met, errs = onLoopbackBy(t, "file://"+file, map[string]string{"HVD_TLS": tls})
-		if err := errors.Join(errs...); err != nil {
-			t.Fatal(err)
-		}
-		wantOneSecret(t, met, tls == "1")
+		wantOneSecret(t, met, errs, tls == "1")
 		if st, err := os.Stat(file); err != nil || st.Mode().Perm() != 0o600 {
 			t.Errorf("the file with the secret has mode %v, %v", st.Mode(), err)
 		}
@@ -112,13 +107,8 @@ func TestSharedFile(t *testing.T) {
 // none, they refuse it, because another user may serve it.
 func TestSecretOfLoopbackStore(t *testing.T) {
 	s, text := secret.New()
-	hash := store.NewHashStore(store.Limits{})
-	t.Cleanup(func() { hash.Close() })
-	server, err := store.Serve("127.0.0.1:0", hash, store.Config{Secret: s})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { server.Close() })
+	hash := newStore(t)
+	server := serve(t, hash, s)
 	host, port, _ := net.SplitHostPort(server.Addr())
 	vars := map[string]string{"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
 	_, errs := onLoopbackBy(t, "", vars)
@@ -131,16 +121,9 @@ func TestSecretOfLoopbackStore(t *testing.T) {
 	}
 	t.Cleanup(func() { stop() })
 	met, errs := onLoopbackBy(t, "", vars)
-	if err := errors.Join(errs...); err != nil {
-		t.Fatal(err)
-	}
-	wantOneSecret(t, met, false)
+	wantOneSecret(t, met, errs, false)
 
-	open, err := store.Serve("127.0.0.1:0", hash, store.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { open.Close() })
+	open := serve(t, hash, secret.Secret{})
 	_, vars["HOROVOD_GLOO_RENDEZVOUS_PORT"], _ = net.SplitHostPort(open.Addr())
 	_, errs = onLoopbackBy(t, "", vars)
 	for _, err := range errs {

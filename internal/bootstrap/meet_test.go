@@ -140,6 +140,21 @@ func TestInterfaces(t *testing.T) {
 	}
 }
 
+// meetOne lets one rank of a job meet the others. Its place is closed when the test ends.
+func meetOne(t *testing.T, e *Env, o MeetOptions) *Place {
+	t.Helper()
+	m, err := e.Meet(testnet.Context(t), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return m
+}
+
 // listens reports whether a process listens on host and port.
 func listens(t *testing.T, host string, port int) bool {
 	t.Helper()
@@ -157,14 +172,8 @@ func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
 	_, err := detect(t, env).Meet(testnet.Context(t), MeetOptions{Insecure: true})
 	testnet.WantError(t, err, "rank 0 is on node 1 of the Slurm step, want node 0")
-	m, err := detect(t, env).Meet(testnet.Context(t), MeetOptions{Insecure: true, Host: "here",
-		Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := m.Close(); err != nil {
-		t.Error(err)
-	}
+	meetOne(t, detect(t, env), MeetOptions{Insecure: true, Host: "here", Interfaces: onLoopback(t),
+		Port: testnet.FreePort(t), resolver: loopbackNames("here")})
 }
 
 func kubernetesRanks(t *testing.T) (envs []*Env) {
@@ -218,21 +227,15 @@ func TestSecretDiffers(t *testing.T) {
 		o := MeetOptions{Secret: ours, Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
 			resolver: loopbackNames("train-0.ranks")}
 		envs := kubernetesRanks(t)
-		m, err := envs[0].Meet(t.Context(), o)
-		if err != nil {
-			t.Fatal(err)
-		}
+		meetOne(t, envs[0], o)
 		o.Secret = theirs
-		_, err = envs[1].Meet(testnet.Context(t), o)
+		_, err := envs[1].Meet(testnet.Context(t), o)
 		if !errors.Is(err, secret.ErrWrong) && !errors.Is(err, secret.ErrNeeded) {
 			t.Errorf("%s: got %v", what, err)
 		}
 		testnet.WantError(t, err, "rank 1 of 4 (Kubernetes)")
 		if strings.Contains(fmt.Sprint(err), userSecret) {
 			t.Errorf("the error shows the secret: %v", err)
-		}
-		if err := m.Close(); err != nil {
-			t.Error(err)
 		}
 	}
 }
@@ -242,13 +245,9 @@ func TestSecretDiffers(t *testing.T) {
 func TestAnotherJobsStore(t *testing.T) {
 	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
 		resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
-	m, err := kubernetesRanks(t)[0].Meet(t.Context(), o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	meetOne(t, kubernetesRanks(t)[0], o)
 	eval := kubernetesEnv.with("JOB_COMPLETION_INDEX", "1", "HOSTNAME", "eval-1")
-	_, err = detect(t, eval).Meet(testnet.Context(t), o)
+	_, err := detect(t, eval).Meet(testnet.Context(t), o)
 	testnet.WantError(t, err, "train", "eval", "HVD_RENDEZVOUS_PORT")
 	_, err = detect(t, eval.with("JOB_COMPLETION_INDEX", "0", "HOSTNAME", "eval-0")).Meet(testnet.Context(t),
 		o)
@@ -286,13 +285,8 @@ func TestClose(t *testing.T) {
 }
 
 func TestHvdrunsStore(t *testing.T) {
-	h := newStore(t)
 	s := parse(t, userSecret)
-	server, err := store.Serve("127.0.0.1:0", h, store.Config{Secret: s})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
+	server := serve(t, newStore(t), s)
 	p, err := Dial(testnet.Context(t), server.Addr(), s)
 	if err != nil {
 		t.Fatal(err)
@@ -348,10 +342,7 @@ func TestTheFile(t *testing.T) {
 	}
 
 	envs, dir = openMPIRanks(t)
-	m, err := envs[0].Meet(t.Context(), MeetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := meetOne(t, envs[0], MeetOptions{})
 	left, err := os.ReadDir(dir)
 	if len(left) != 1 || err != nil || left[0].Name() != "gohvd-prterun-h-1_1_.._x" {
 		t.Fatalf("in the directory: %v, %v", left, err)
@@ -404,11 +395,8 @@ func TestTheFileOfAnEarlierProgram(t *testing.T) {
 		met <- err
 	}()
 	<-asked
-	m, err := envs[0].Meet(t.Context(), MeetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := errors.Join(<-met, m.Close()); err != nil {
+	meetOne(t, envs[0], MeetOptions{})
+	if err := <-met; err != nil {
 		t.Error(err)
 	}
 }
@@ -421,15 +409,9 @@ func TestGivenToSome(t *testing.T) {
 		false: "this rank was given a secret, but rank 0 was not"} {
 		envs, _ := openMPIRanks(t)
 		options := map[bool]MeetOptions{first: given, !first: {}}
-		m, err := envs[0].Meet(t.Context(), options[true])
-		if err != nil {
-			t.Fatal(err)
-		}
-		_, err = envs[1].Meet(testnet.Context(t), options[false])
+		meetOne(t, envs[0], options[true])
+		_, err := envs[1].Meet(testnet.Context(t), options[false])
 		testnet.WantError(t, err, part)
-		if err := m.Close(); err != nil {
-			t.Error(err)
-		}
 	}
 }
 
@@ -548,14 +530,8 @@ func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 }
 
 func TestTorchrunsStore(t *testing.T) {
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
-	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
-	_, port, _ := net.SplitHostPort(server.Addr())
+	h := newStore(t)
+	port := serveTorch(t, h)
 	o := MeetOptions{resolver: loopbackNames("head")}
 	given := o
 	given.Secret = parse(t, userSecret)
@@ -579,10 +555,7 @@ func TestTorchrunsStore(t *testing.T) {
 	// Any process can read the TCPStore. So it must contain only the name of the socket at which rank 0 hands
 	// over the secret. The socket must be closed and the name be gone when the ranks have met.
 	const shared = "/gohvd/shown/2/" + torchSecretKey
-	m, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "shown")[0].Meet(testnet.Context(t), o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := meetOne(t, torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "shown")[0], o)
 	word, err := h.Get(t.Context(), shared)
 	name, ok := strings.CutPrefix(string(word), wordSocket)
 	if err != nil || !ok || checkHandoverName(name) != nil {
@@ -638,23 +611,12 @@ func TestTorchrunsStore(t *testing.T) {
 // the address of the root. The other ranks must get an error.
 func TestForgedInTorchrunsStore(t *testing.T) {
 	ctx := testnet.Context(t)
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
-	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
-	_, port, _ := net.SplitHostPort(server.Addr())
+	h := newStore(t)
+	port := serveTorch(t, h)
 	o := MeetOptions{Secret: parse(t, userSecret), resolver: loopbackNames("head")}
 	var met []*Place
 	for _, e := range torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "forged")[:2] {
-		m, err := e.Meet(ctx, o)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		met = append(met, m)
+		met = append(met, meetOne(t, e, o))
 	}
 	if err := met[0].Store.Set(ctx, "root", []byte("127.0.0.1:1")); err != nil {
 		t.Fatal(err)
@@ -810,14 +772,8 @@ func TestMasterPortIsGivenUp(t *testing.T) {
 // store. They must leave no key in it, so that they can meet there again. A second job that uses the store at
 // the same time must get an error.
 func TestTorchWasHere(t *testing.T) {
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
-	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
-	_, port, _ := net.SplitHostPort(server.Addr())
+	h := newStore(t)
+	port := serveTorch(t, h)
 	mustMeet(t, true, same(MeetOptions{}), torchRanks(t, 1, "MASTER_PORT", port,
 		"TORCHELASTIC_USE_AGENT_STORE", "False")...)
 	for range 2 {
@@ -868,10 +824,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))
 	ranks := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)
-	m, err := ranks[0].Meet(t.Context(), MeetOptions{Log: log})
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := meetOne(t, ranks[0], MeetOptions{Log: log})
 	torch, err := c10d.Dial(testnet.Context(t), net.JoinHostPort(loopback, port), c10d.Unknown)
 	if err != nil {
 		t.Fatal(err)
@@ -887,8 +840,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 	}
 	// If rank 0 is in init_process_group while the other ranks are in Init, the errors of the other ranks
 	// must say why they have found no address.
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
+	h := newStore(t)
 	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
 	if err != nil {
 		t.Fatal(err)
@@ -911,13 +863,8 @@ func TestMasterOutOfOrder(t *testing.T) {
 // must name both values.
 func TestMasterOfAnotherSize(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(),
-		MeetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	_, err = plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[1].Meet(testnet.Context(t),
+	meetOne(t, plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0], MeetOptions{})
+	_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[1].Meet(testnet.Context(t),
 		MeetOptions{})
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
@@ -952,7 +899,7 @@ func TestTorchrun(t *testing.T) {
 			// redirect the output of all ranks, but that fails on Python 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
 			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]},
-				append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
+				append(argv, "--nproc_per_node=4", "--no_python", testnet.Self(t))...)
 		})
 	}
 }

@@ -17,8 +17,6 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/store/c10d"
 )
 
 // settings returns the settings of a process whose environment contains only the variables in vars.
@@ -61,9 +59,32 @@ func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	return met, errs
 }
 
-// meets checks that no rank has an error, that each Meeting has the right rank, size and job, and that all
+// openError returns the error of Open.
+func openError(t *testing.T, cfg Config) error {
+	t.Helper()
+	_, errs := all(t, cfg)
+	return errs[0]
+}
+
+// eachRank returns what config returns for each of n ranks.
+func eachRank(n int, config func(r int) Config) (configs []Config) {
+	for r := range n {
+		configs = append(configs, config(r))
+	}
+	return configs
+}
+
+// meet calls Open concurrently with each Config in configs, and checks the meetings.
+func meet(t *testing.T, configs ...Config) []*Meeting {
+	t.Helper()
+	met, errs := all(t, configs...)
+	checkMet(t, met, errs)
+	return met
+}
+
+// checkMet checks that no rank has an error, that each Meeting has the right rank, size and job, and that all
 // ranks use the same store.
-func meets(t *testing.T, met []*Meeting, errs []error) {
+func checkMet(t *testing.T, met []*Meeting, errs []error) {
 	t.Helper()
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
@@ -112,8 +133,7 @@ func TestOpenAlone(t *testing.T) {
 		"one by mpirun": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			met, errs := all(t, Config{Settings: settings(t, vars)})
-			meets(t, met, errs)
+			meet(t, Config{Settings: settings(t, vars)})
 		})
 	}
 }
@@ -121,8 +141,7 @@ func TestOpenAlone(t *testing.T) {
 // TestOpenWithStore checks from where a rank gets its number if the program passes a store. If nothing gives
 // it one, Open fails: several such processes would each be a job of one rank.
 func TestOpenWithStore(t *testing.T) {
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
+	h := newStore(t)
 	for _, c := range []struct {
 		name       string
 		vars       map[string]string
@@ -162,40 +181,30 @@ func TestOpenNeedsSecret(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil ||
-		!strings.Contains(err.Error(), "without a secret: set HVD_SECRET_FILE") {
-		t.Errorf("got %v, want that there is no secret", err)
-	}
+	_, err := Open(ctx, Config{Settings: settings(t, launched)})
+	testnet.WantError(t, err, "without a secret: set HVD_SECRET_FILE")
 	launched["HVD_INSECURE"] = "1"
 	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil ||
 		strings.Contains(err.Error(), "secret") {
 		t.Errorf("got %v, want that nobody is there", err)
 	}
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
 	own := map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_IFACE": out}
-	if _, err := Open(ctx, Config{Settings: settings(t, own), Store: h}); err == nil ||
-		!strings.Contains(err.Error(), "without a secret") {
-		t.Errorf("a store of the program's own, on %s: got %v, want that there is no secret", out, err)
-	}
+	_, err = Open(ctx, Config{Settings: settings(t, own), Store: newStore(t)})
+	testnet.WantError(t, err, "without a secret")
 }
 
 // TestOwnStore lets the program pass its own store. The store must stay open after Close of the Meeting. The
 // rank must listen on the interface that the settings choose, or else on loopback.
 func TestOwnStore(t *testing.T) {
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
+	h := newStore(t)
 	out := outside(t)
-	var configs []Config
-	for r := range 2 {
+	met := meet(t, eachRank(2, func(r int) Config {
 		vars := map[string]string{"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2", "HVD_SECRET": given}
 		if r == 1 {
 			vars["HOROVOD_GLOO_IFACE"] = "192.0.2.1, " + out
 		}
-		configs = append(configs, Config{Settings: settings(t, vars), Store: h})
-	}
-	met, errs := all(t, configs...)
-	meets(t, met, errs)
+		return Config{Settings: settings(t, vars), Store: h}
+	})...)
 	if met[0].Listen != loopback || met[1].Listen != out {
 		t.Errorf("listen on %s and %s, want %s and %s", met[0].Listen, met[1].Listen, loopback, out)
 	}
@@ -212,23 +221,9 @@ func TestOwnStore(t *testing.T) {
 // connected only if HVD_LAUNCHER_RANKS has hvdrun's numbers of all ranks. A rank that cannot connect still
 // meets the others.
 func TestLinkToLauncher(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	s, err := secret.Parse(given)
-	if err != nil {
-		t.Fatal(err)
-	}
-	server, err := store.Serve(loopback+":0", kv, store.Config{Secret: s})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
-	host, port, err := net.SplitHostPort(server.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	own := store.NewHashStore(store.Limits{})
-	defer own.Close()
+	kv := newStore(t)
+	_, port, _ := net.SplitHostPort(serve(t, kv, parse(t, given)).Addr())
+	own := newStore(t)
 	for name, test := range map[string]struct {
 		change  map[string]string
 		meet    func(*Config, ID)
@@ -260,7 +255,7 @@ func TestLinkToLauncher(t *testing.T) {
 				t.Fatal(err)
 			}
 			vars := map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HVD_SECRET": given,
-				"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+				"HOROVOD_GLOO_RENDEZVOUS_ADDR": loopback, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
 			maps.Copy(vars, test.change)
 			log, entries := testnet.Logs()
 			cfg := Config{Settings: settings(t, vars), Log: log}
@@ -308,20 +303,18 @@ func TestByMethod(t *testing.T) {
 		"file": {"file://" + t.TempDir() + "/f?rank=%d&world_size=3", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var configs []Config
-			for r := range 3 {
-				if r > 0 && test.vars["WORLD_SIZE"] == "1" {
-					break
-				}
+			size := 3
+			if test.vars["WORLD_SIZE"] == "1" {
+				size = 1
+			}
+			met := meet(t, eachRank(size, func(r int) Config {
 				vars := make(map[string]string)
 				for k, v := range test.vars {
 					vars[k] = strings.ReplaceAll(v, "%d", strconv.Itoa(r))
 				}
-				configs = append(configs, Config{Settings: settings(t, vars),
-					Method: strings.ReplaceAll(test.url, "%d", strconv.Itoa(r))})
-			}
-			met, errs := all(t, configs...)
-			meets(t, met, errs)
+				return Config{Settings: settings(t, vars),
+					Method: strings.ReplaceAll(test.url, "%d", strconv.Itoa(r))}
+			})...)
 			for r, m := range met {
 				if m.Listen != loopback {
 					t.Errorf("rank %d listens on %s, want loopback", r, m.Listen)
@@ -329,15 +322,8 @@ func TestByMethod(t *testing.T) {
 			}
 		})
 	}
-	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0&world_size=2",
-		ID: &ByID{Size: 1}})
-	if errs[0] == nil || !strings.Contains(errs[0].Error(), "got 2 of a store, an init method and a unique id") {
-		t.Errorf("two ways at once: got %v", errs[0])
-	}
-	_, errs = all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0"})
-	if errs[0] == nil || !strings.Contains(errs[0].Error(), "the URL has no parameter world_size") {
-		t.Errorf("without a size: got %v", errs[0])
-	}
+	testnet.WantError(t, openError(t, Config{Settings: settings(t, nil), Method: "tcp://" + free +
+		"?rank=0&world_size=2", ID: &ByID{Size: 1}}), "got 2 of a store, an init method and a unique id")
 }
 
 // TestBySettings checks that Open meets at the place that the settings give, and uses the rank and size from
@@ -352,29 +338,21 @@ func TestBySettings(t *testing.T) {
 		for name, value := range map[string]string{"HVD_INIT_METHOD": "tcp://" + free(),
 			"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()} {
 			t.Run(name+" by "+by, func(t *testing.T) {
-				var configs []Config
-				for r := range 2 {
-					configs = append(configs,
-						Config{Settings: settings(t, map[string]string{name: value, names[0]: strconv.Itoa(r),
-							names[1]: "2"})})
-				}
-				met, errs := all(t, configs...)
-				meets(t, met, errs)
+				meet(t, eachRank(2, func(r int) Config {
+					return Config{Settings: settings(t, map[string]string{name: value,
+						names[0]: strconv.Itoa(r), names[1]: "2"})}
+				})...)
 			})
 		}
 	}
 	t.Run("rank in the URL", func(t *testing.T) {
-		var configs []Config
 		at := free()
-		for r := range 2 {
-			// The ranks must meet although WORLD_SIZE is set and MASTER_ADDR is not, because the URL contains
-			// the address.
-			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" +
-				strconv.Itoa(r), "WORLD_SIZE": "2"}
-			configs = append(configs, Config{Settings: settings(t, vars)})
-		}
-		met, errs := all(t, configs...)
-		meets(t, met, errs)
+		// The ranks must meet although WORLD_SIZE is set and MASTER_ADDR is not, because the URL contains the
+		// address.
+		meet(t, eachRank(2, func(r int) Config {
+			return Config{Settings: settings(t, map[string]string{"WORLD_SIZE": "2",
+				"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" + strconv.Itoa(r)})}
+		})...)
 	})
 	for name, test := range map[string]struct {
 		vars map[string]string
@@ -392,50 +370,42 @@ func TestBySettings(t *testing.T) {
 		"size": {map[string]string{"HVD_INIT_METHOD": "tcp://" + free()},
 			"the URL has no parameter world_size"},
 	} {
-		_, errs := all(t, Config{Settings: settings(t, test.vars)})
-		if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) ||
-			strings.Contains(errs[0].Error(), "private") {
-			t.Errorf("%s: got %v, want %q", name, errs[0], test.want)
+		err := openError(t, Config{Settings: settings(t, test.vars)})
+		testnet.WantError(t, err, test.want)
+		if err != nil && strings.Contains(err.Error(), "private") {
+			t.Errorf("%s: the error shows the id: %v", name, err)
 		}
 	}
 	// An id that the program passes must have precedence over the init method in the settings.
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
-	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}),
+	meet(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}),
 		ID: &ByID{IDs: newIDs(t, 1, false), Size: 1}})
-	meets(t, met, errs)
 }
 
 // TestNoWayToMeet sets variables of a job, but leaves out the rank or the address at which the ranks meet.
 // Open must return an error. If HVD_SIZE=1 is set too, the process must become a job of its own.
 func TestNoWayToMeet(t *testing.T) {
-	for name, vars := range map[string]map[string]string{
+	for _, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
 		"no rank":    {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
 		"no size":    {"RANK": "0"},
 		"address":    {"MASTER_ADDR": "localhost"},
 		"pods":       {"HVD_SIZE": "3"},
 	} {
-		if _, errs := all(t, Config{Settings: settings(t, vars)}); errs[0] == nil ||
-			!strings.Contains(errs[0].Error(), "to run this process as a job with one rank, set HVD_SIZE=1") {
-			t.Errorf("%s: got %v", name, errs[0])
-		}
+		testnet.WantError(t, openError(t, Config{Settings: settings(t, vars)}),
+			"to run this process as a job with one rank, set HVD_SIZE=1")
 		vars["HVD_SIZE"] = "1"
-		met, errs := all(t, Config{Settings: settings(t, vars)})
-		meets(t, met, errs)
+		meet(t, Config{Settings: settings(t, vars)})
 	}
 	log, entries := testnet.Logs()
 	allocation := map[string]string{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
-	met, errs := all(t, Config{Settings: settings(t, allocation), Log: log})
-	meets(t, met, errs)
+	meet(t, Config{Settings: settings(t, allocation), Log: log})
 	if !testnet.Logged(entries, "this process runs in a job with fewer ranks", "SLURM_NTASKS=4", "start it with srun") {
 		t.Errorf("a process in an allocation for four tasks trains alone without a warning: %v",
 			entries.All())
 	}
 	allocation["HVD_SIZE"] = "1"
 	log, entries = testnet.Logs()
-	met, errs = all(t, Config{Settings: settings(t, allocation), Log: log})
-	meets(t, met, errs)
+	meet(t, Config{Settings: settings(t, allocation), Log: log})
 	if entries.Len() > 0 {
 		t.Errorf("a process that is to be alone warns: %v", entries.All())
 	}
@@ -445,16 +415,13 @@ func TestByID(t *testing.T) {
 	jobs := make(map[string]bool)
 	for _, test := range []struct{ size, ids int }{{1, 1}, {2, 1}, {5, 2}} {
 		ids := newIDs(t, test.ids, false)
-		var configs []Config
-		for r := range test.size {
-			configs = append(configs, Config{Settings: settings(t, nil),
-				ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
-		}
-		met, errs := all(t, configs...)
+		met, errs := all(t, eachRank(test.size, func(r int) Config {
+			return Config{Settings: settings(t, nil), ID: &ByID{IDs: ids, Rank: r, Size: test.size}}
+		})...)
 		// If there are several ids, each has a store of its own. So the ranks do not all use the same store,
-		// and this test cannot call meets.
+		// and this test cannot call checkMet.
 		if test.ids == 1 {
-			meets(t, met, errs)
+			checkMet(t, met, errs)
 		} else if err := errors.Join(errs...); err != nil {
 			t.Fatal(err)
 		}
@@ -493,10 +460,8 @@ func TestByIDRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, errs := all(t, test.configs...)
-			for r, err := range errs {
-				if err == nil || !strings.Contains(err.Error(), test.want) {
-					t.Errorf("rank %d: got %v, want %q", r, err, test.want)
-				}
+			for _, err := range errs {
+				testnet.WantError(t, err, test.want)
 			}
 		})
 	}
@@ -556,15 +521,12 @@ func TestOpenPlain(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			port := strconv.Itoa(testnet.FreePort(t))
-			var configs []Config
-			for r, master := range test.masters {
-				configs = append(configs, Config{Settings: settings(t, map[string]string{
-					"RANK": strconv.Itoa(r), "WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": port,
-					"HVD_SECRET": test.secret,
-				})})
-			}
-			met, errs := all(t, configs...)
-			meets(t, met, errs)
+			met := meet(t, eachRank(2, func(r int) Config {
+				return Config{Settings: settings(t, map[string]string{
+					"RANK": strconv.Itoa(r), "WORLD_SIZE": "2", "MASTER_ADDR": test.masters[r],
+					"MASTER_PORT": port, "HVD_SECRET": test.secret,
+				})}
+			})...)
 			for r, m := range met {
 				if m.Listen != test.listen[r] || met[0].Root != test.root || m.Secret.IsZero() ||
 					m.Settings.LocalRank != config.Unset {
@@ -579,30 +541,18 @@ func TestOpenPlain(t *testing.T) {
 // TestByEnvironment checks that ranks under torchrun meet in torchrun's TCPStore, and can meet there again
 // after a restart and in the next program.
 func TestByEnvironment(t *testing.T) {
-	h := store.NewHashStore(store.Limits{})
-	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { server.Close() }) // after the meetings, which delete a key when they close
-	host, port, err := net.SplitHostPort(server.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
+	h := newStore(t)
+	port := serveTorch(t, h) // until the meetings, which delete a key when they close, are closed
 	torchrun := func(r int, run, tls string) Config {
 		return Config{Settings: settings(t, map[string]string{
 			"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": strconv.Itoa(r),
 			"WORLD_SIZE": "2",
-			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port,
+			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": loopback, "MASTER_PORT": port,
 			"HVD_TLS": tls,
 		})}
 	}
-	var configs []Config
-	for r := range 2 {
-		configs = append(configs, torchrun(r, "run", "0"))
-	}
-	met, errs := all(t, configs...)
-	meets(t, met, errs)
+	configs := eachRank(2, func(r int) Config { return torchrun(r, "run", "0") })
+	met := meet(t, configs...)
 	for r, m := range met {
 		s := m.Settings
 		if !m.Once || m.Secret.IsZero() || s.LocalRank != r || s.LocalSize != 2 || s.JobID != "run/0" ||
@@ -637,6 +587,7 @@ func TestByEnvironment(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+		errs := make([]error, 2)
 		var first sync.WaitGroup
 		first.Go(func() {
 			later, failed := all(t, configs[1])
@@ -647,22 +598,14 @@ func TestByEnvironment(t *testing.T) {
 		now, failed := all(t, configs[0])
 		first.Wait()
 		met[0], errs[0] = now[0], failed[0]
-		meets(t, met, errs)
+		checkMet(t, met, errs)
 	}
-	configs = nil
-	for r := range 2 {
-		configs = append(configs, torchrun(r, "second run", "1"))
-	}
-	met, errs = all(t, configs...)
-	meets(t, met, errs)
+	met = meet(t, eachRank(2, func(r int) Config { return torchrun(r, "second run", "1") })...)
 	if !met[0].Secret.IsEncrypted() || !met[1].Secret.IsEncrypted() {
 		t.Error("with HVD_TLS the secret that rank 0 makes does not encrypt")
 	}
-	_, errs = all(t, Config{Settings: settings(t, map[string]string{"JOB_COMPLETION_INDEX": "0",
-		"HOSTNAME": "job-0"})})
-	if errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE is not set") {
-		t.Errorf("a contradiction: got %v", errs[0])
-	}
+	testnet.WantError(t, openError(t, Config{Settings: settings(t, map[string]string{
+		"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "job-0"})}), "HVD_SIZE is not set")
 }
 
 // TestChosenInterface checks that under a launcher other than hvdrun, rank 0 serves the store only on the

@@ -215,12 +215,6 @@ func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 	}
 }
 
-func self(t *testing.T) string {
-	t.Helper()
-	path := testnet.Self(t)
-	return path
-}
-
 const userSecret = "a secret of the user"
 
 var bothSecrets = map[string]string{"secret made": givenVariable + "=", "secret given": givenVariable + "=" +
@@ -231,7 +225,7 @@ func TestOpenMPI(t *testing.T) {
 	for name, env := range bothSecrets {
 		t.Run(name, func(t *testing.T) {
 			launch(t, OpenMPI, 4, []string{rankVariable + "=once", env},
-				"mpirun.openmpi", "--oversubscribe", "--allow-run-as-root", "-np", "4", self(t))
+				"mpirun.openmpi", "--oversubscribe", "--allow-run-as-root", "-np", "4", testnet.Self(t))
 		})
 	}
 }
@@ -240,11 +234,11 @@ func TestMPICH(t *testing.T) {
 	needLauncher(t, "mpiexec.mpich", "mpich")
 	for name, env := range bothSecrets {
 		t.Run(name, func(t *testing.T) {
-			launch(t, PMI, 4, []string{rankVariable + "=once", env}, "mpiexec.mpich", "-n", "4", self(t))
+			launch(t, PMI, 4, []string{rankVariable + "=once", env}, "mpiexec.mpich", "-n", "4", testnet.Self(t))
 		})
 	}
 	t.Run("twice", func(t *testing.T) {
-		launch(t, PMI, 2, []string{rankVariable + "=twice"}, "mpiexec.mpich", "-n", "2", self(t))
+		launch(t, PMI, 2, []string{rankVariable + "=twice"}, "mpiexec.mpich", "-n", "2", testnet.Self(t))
 	})
 }
 

@@ -14,8 +14,7 @@ import (
 // whatever it writes: a text, the value of another key, or a value that is sealed with another secret.
 func TestSealedValues(t *testing.T) {
 	ctx := testnet.Context(t)
-	open := store.NewHashStore(store.Limits{})
-	t.Cleanup(func() { open.Close() })
+	open := newStore(t)
 	key, _ := secret.New()
 	other, _ := secret.New()
 	s := sealed(open, key)

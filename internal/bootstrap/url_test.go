@@ -11,6 +11,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -28,6 +29,29 @@ func newStore(t *testing.T) *store.HashStore {
 	return h
 }
 
+// serve serves kv to processes that know the secret s, until the test ends.
+func serve(t *testing.T, kv *store.HashStore, s secret.Secret) *store.Server {
+	t.Helper()
+	server, err := store.Serve(loopback+":0", kv, store.Config{Secret: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { server.Close() })
+	return server
+}
+
+// serveTorch serves kv as a TCPStore on loopback until the test ends, and returns its port.
+func serveTorch(t *testing.T, kv *store.HashStore) (port string) {
+	t.Helper()
+	server, err := c10d.Serve(loopback+":0", kv, c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { server.Close() })
+	_, port, _ = net.SplitHostPort(server.Addr())
+	return port
+}
+
 func freePort(t *testing.T) string {
 	t.Helper()
 	return strconv.Itoa(testnet.FreePort(t))
@@ -35,16 +59,6 @@ func freePort(t *testing.T) string {
 
 func TestMethods(t *testing.T) {
 	const n = 3
-	torchrun := func(t *testing.T) string {
-		hash := newStore(t)
-		server, err := c10d.Serve("127.0.0.1:0", hash, c10d.Config{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { server.Close() })
-		_, port, _ := net.SplitHostPort(server.Addr())
-		return port
-	}
 	for name, method := range map[string]func(t *testing.T) func(rank int) (string, MethodOptions){
 		"tcp": func(t *testing.T) func(rank int) (string, MethodOptions) {
 			port := freePort(t)
@@ -85,7 +99,7 @@ func TestMethods(t *testing.T) {
 			}
 		},
 		"torchrun": func(t *testing.T) func(rank int) (string, MethodOptions) {
-			port := torchrun(t)
+			port := serveTorch(t, newStore(t))
 			return func(rank int) (string, MethodOptions) {
 				return "env://", unknown(map[string]string{
 					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": fmt.Sprint(rank),
