@@ -63,14 +63,9 @@ func TestHashStoreTotals(t *testing.T) {
 // Without a secret, a server refuses processes of other users of this host. With a secret, it serves all that
 // know the secret.
 func TestServerRefusesOtherUsers(t *testing.T) {
-	hash := NewHashStore(Limits{})
-	defer hash.Close()
 	key, _ := secret.New()
 	for _, s := range []Secret{{}, key} {
-		server, err := Serve("127.0.0.1:0", hash, Config{Secret: s})
-		if err != nil {
-			t.Fatal(err)
-		}
+		server, _ := serveStore(t, Config{Secret: s})
 		for _, uid := range []uint32{uint32(os.Geteuid()), 65534} {
 			// With a secret, the server sends its part of the proof first.
 			answer := testnet.AskAs(t, uid, server.Addr(), dial.Greeting(storeMagic, storeVersion))
@@ -78,32 +73,17 @@ func TestServerRefusesOtherUsers(t *testing.T) {
 				t.Errorf("user %d, no secret: %v: got %d bytes, want an answer: %v", uid, s.IsZero(), len(answer), want)
 			}
 		}
-		if err := server.Close(); err != nil {
-			t.Error(err)
-		}
 	}
 }
 
 // If the process of a server may open only 1024 descriptors, more connections than that keep no client out.
 func TestFloodOfServer(t *testing.T) {
 	testnet.LimitDescriptors(t, 1024)
-	ctx := testnet.Context(t)
-	hash := NewHashStore(Limits{})
-	defer hash.Close()
 	key, _ := secret.New()
 	log, entries := testnet.Logs()
-	server, err := Serve("127.0.0.1:0", hash, Config{Secret: key, Log: log})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
+	server, _ := serveStore(t, Config{Secret: key, Log: log})
 	testnet.Flood(t, server.Addr(), 3000)
-	client, err := Dial(ctx, server.Addr(), Config{Secret: key})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer client.Close()
-	if err := client.Set(ctx, "k", nil); err != nil {
+	if err := dialStore(t, server.Addr(), key).Set(testnet.Context(t), "k", nil); err != nil {
 		t.Error(err)
 	}
 	if testnet.Logged(entries, "too many open files") {
@@ -116,22 +96,9 @@ func TestFloodOfServer(t *testing.T) {
 func TestRequestsShareMemory(t *testing.T) {
 	t.Parallel() // the server waits for 10 s until it refuses the request
 	ctx := testnet.Context(t)
-	hash := NewHashStore(Limits{})
-	defer hash.Close()
 	log, entries := testnet.Logs()
-	server, err := Serve("127.0.0.1:0", hash, Config{Log: log, maxCallsBytes: mostMemory(83000)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
-	open := func() *Client {
-		c, err := Dial(ctx, server.Addr(), Config{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { c.Close() })
-		return c
-	}
+	server, hash := serveStore(t, Config{Log: log, maxCallsBytes: mostMemory(83000)})
+	open := func() *Client { return dialStore(t, server.Addr(), secret.Secret{}) }
 	var keys []string
 	for i := range 8 {
 		keys = append(keys, strings.Repeat(strconv.Itoa(i), MaxKeyBytes-1))
@@ -266,7 +233,11 @@ func serveStore(t *testing.T, cfg Config) (*Server, *HashStore) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { server.Close() })
+	t.Cleanup(func() {
+		if err := errors.Join(server.Close(), hash.Close()); err != nil {
+			t.Error(err)
+		}
+	})
 	return server, hash
 }
 
@@ -636,13 +607,7 @@ func TestSecret(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()
-			hash := NewHashStore(Limits{})
-			defer hash.Close()
-			server, err := Serve("127.0.0.1:0", hash, Config{Secret: test.server, Log: log})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer server.Close()
+			server, hash := serveStore(t, Config{Secret: test.server, Log: log})
 			hangTimeout := time.Minute
 			if test.want == context.DeadlineExceeded {
 				// The client retries until the timeout: the server might belong to an earlier job that is
@@ -687,24 +652,13 @@ func TestHalfOpen(t *testing.T) {
 }
 
 func testHalfOpen(t *testing.T, key secret.Secret, say []byte) {
-	hash := NewHashStore(Limits{})
-	defer hash.Close()
-	server, err := Serve("127.0.0.1:0", hash, Config{Secret: key, handshake: 2 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
+	server, _ := serveStore(t, Config{Secret: key, handshake: 2 * time.Second})
 	const many = 1000
 	conns := make([]net.Conn, many)
 	for i := range conns {
 		conns[i] = testnet.RawDial(t, server.Addr(), say)
 	}
-	client, err := Dial(testnet.Context(t), server.Addr(), Config{Secret: key})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer client.Close()
-	if err := client.Set(testnet.Context(t), "k", nil); err != nil {
+	if err := dialStore(t, server.Addr(), key).Set(testnet.Context(t), "k", nil); err != nil {
 		t.Error(err)
 	}
 	for _, conn := range conns {

@@ -869,19 +869,10 @@ func FuzzClient(f *testing.F) {
 			"get": func(s *c10d.Store) ([]byte, error) { return s.Get(t.Context(), "k") },
 			"add": func(s *c10d.Store) ([]byte, error) {
 				_, err := s.Add(t.Context(), "k", 1)
-				return nil,
-					err
+				return nil, err
 			},
-			"check": func(s *c10d.Store) ([]byte, error) {
-				_, err := s.Check(t.Context(), "k")
-				return nil,
-					err
-			},
-			"count": func(s *c10d.Store) ([]byte, error) {
-				_, err := s.NumKeys(t.Context())
-				return nil,
-					err
-			},
+			"check": func(s *c10d.Store) ([]byte, error) { _, err := s.Check(t.Context(), "k"); return nil, err },
+			"count": func(s *c10d.Store) ([]byte, error) { _, err := s.NumKeys(t.Context()); return nil, err },
 			"compare and set": func(s *c10d.Store) ([]byte, error) {
 				v, _, err := s.CompareAndSet(t.Context(), "k", nil, in)
 				return v, err
