@@ -65,6 +65,24 @@ func newLeaderCluster(t *testing.T, cfg controller.CoordinatorConfig) (*cluster,
 	return newCluster(t, cfg, w), w
 }
 
+// submitAt submits a request at some ranks, and executes all turns.
+func (c *cluster) submitAt(q message.Request, ranks ...int) {
+	for _, r := range ranks {
+		c.nodes[r].submit(topo.Global, q)
+	}
+	c.settle()
+}
+
+// wantGranted checks that no rank waits for a tensor.
+func (c *cluster) wantGranted(tensor, when string) {
+	c.tb.Helper()
+	for r := range c.nodes {
+		if c.nodes[r].waits(topo.Global, tensor) {
+			c.tb.Errorf("%s: rank %d waits for %s", when, r, tensor)
+		}
+	}
+}
+
 // submitAll submits the requests at every rank, and executes all turns.
 func (c *cluster) submitAll(requests ...message.Request) {
 	for _, n := range c.nodes {
@@ -114,8 +132,7 @@ func TestLeaderCombines(t *testing.T) {
 	wantParts(t, w.take())
 	c.pass(50 * time.Millisecond)
 	wantParts(t, w.take(), "[2 3] up seen=1 set=0 hits=1")
-	c.nodes[4].submit(topo.Global, allreduce("a", 3))
-	c.settle()
+	c.submitAt(allreduce("a", 3), 4)
 	wantParts(t, w.take(), "[4] up seen=1 set=0 hits=1")
 }
 
@@ -136,19 +153,16 @@ func TestLeaderCombinesRequests(t *testing.T) {
 		"[2 4] up seen=0 set=0 request allreduce b float32[3]",
 		"[3] up seen=0 set=0 request allreduce b float32[4]")
 
-	c.nodes[2].submit(topo.Global, allreduce("c", 1))
-	c.settle()
+	c.submitAt(allreduce("c", 1), 2)
 	c.pass(150 * time.Millisecond)
 	wantParts(t, w.take())
 	c.pass(50 * time.Millisecond)
 	wantParts(t, w.take(), "[2] up seen=0 set=0 request allreduce c float32[1]")
-	c.nodes[4].submit(topo.Global, allreduce("c", 1))
-	c.settle()
+	c.submitAt(allreduce("c", 1), 4)
 	wantParts(t, w.take(), "[4] up seen=0 set=0 request allreduce c float32[1]")
 	// After the grant, requests for the name are held again.
 	for _, r := range []int{0, 1, 3, 2} {
-		c.nodes[r].submit(topo.Global, allreduce("c", 1))
-		c.settle()
+		c.submitAt(allreduce("c", 1), r)
 	}
 	wantParts(t, w.take(), "[3] up seen=0 set=0 request allreduce c float32[1]")
 	if c.nodes[3].waits(topo.Global, "c") {
@@ -205,34 +219,20 @@ func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
 			leader.combine(func(of *node) int { return int(of.rank) - 2 })
 		}
 		c.settle()
-		for r := range c.nodes {
-			if c.nodes[r].waits(topo.Global, "a") {
-				t.Errorf("the vote arrives %s: rank %d waits for a after %q", arrives, r, w.parts)
-			}
-		}
+		c.wantGranted("a", fmt.Sprintf("the vote arrives %s, after %q", arrives, w.parts))
 	}
 }
 
 // The same holds if the leader has passed on the vote before the erasure, because it had held it for 200 ms.
 func TestLeaderPassesRequestsAfterAnInvalidation(t *testing.T) {
 	c, _ := newLeaderCluster(t, leaderConfig())
-	submit := func(name string, numElems int64, ranks ...int) {
-		for _, r := range ranks {
-			c.nodes[r].submit(topo.Global, allreduce(name, numElems))
-		}
-		c.settle()
-	}
-	submit("a", 3, 0, 1, 2, 3, 4)
-	submit("a", 3, 2)
+	c.submitAll(allreduce("a", 3))
+	c.submitAt(allreduce("a", 3), 2)
 	c.pass(200 * time.Millisecond)
-	submit("a", 5, 0)
-	submit("b", 3, 0, 1, 2, 3, 4) // the cycle that answers b erases a
-	submit("a", 3, 1, 3, 4)       // the answer is an error
-	for r := range c.nodes {
-		if c.nodes[r].waits(topo.Global, "a") {
-			t.Errorf("rank %d waits for a", r)
-		}
-	}
+	c.submitAt(allreduce("a", 5), 0)
+	c.submitAll(allreduce("b", 3))         // the cycle that answers b erases a
+	c.submitAt(allreduce("a", 3), 1, 3, 4) // the answer is an error
+	c.wantGranted("a", "after the error")
 }
 
 // The same holds if the entry is erased because the cache is turned off, whether the leader holds the vote at
@@ -240,26 +240,16 @@ func TestLeaderPassesRequestsAfterAnInvalidation(t *testing.T) {
 func TestLeaderPassesRequestsAfterTheCacheIsOff(t *testing.T) {
 	for _, held := range []time.Duration{0, 200 * time.Millisecond} {
 		c, w := newLeaderCluster(t, leaderConfig())
-		submit := func(name string, ranks ...int) {
-			for _, r := range ranks {
-				c.nodes[r].submit(topo.Global, allreduce(name, 3))
-			}
-			c.settle()
-		}
-		submit("a", 0, 1, 2, 3, 4)
-		submit("a", 2)
+		c.submitAll(allreduce("a", 3))
+		c.submitAt(allreduce("a", 3), 2)
 		c.pass(held)
 		c.tune(message.Tuning{FusionThresholdBytes: 64, CacheOff: true})
-		submit("b", 0, 1, 2, 3, 4) // the cycle that answers b erases a
+		c.submitAll(allreduce("b", 3)) // the cycle that answers b erases a
 		w.take()
-		submit("a", 0, 1, 3)
+		c.submitAt(allreduce("a", 3), 0, 1, 3)
 		wantParts(t, w.take(), "[3] up seen=2 set=0 request allreduce a float32[3]")
-		submit("a", 4)
-		for r := range c.nodes {
-			if c.nodes[r].waits(topo.Global, "a") {
-				t.Errorf("the vote was held for %v: rank %d waits for a", held, r)
-			}
-		}
+		c.submitAt(allreduce("a", 3), 4)
+		c.wantGranted("a", fmt.Sprintf("the vote was held for %v", held))
 	}
 }
 
@@ -267,17 +257,13 @@ func TestLeaderPassesRequestsAfterTheCacheIsOff(t *testing.T) {
 func TestLeaderPassesVotes(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
 	c.submitAll(allreduce("a", 3), allreduce("b", 3))
-	c.nodes[2].submit(topo.Global, allreduce("a", 3))
-	c.settle()
+	c.submitAt(allreduce("a", 3), 2)
 	w.take()
-	c.nodes[3].submit(topo.Global, message.Request{Kind: message.Join, Name: "j"})
-	c.settle()
+	c.submitAt(message.Request{Kind: message.Join, Name: "j"}, 3)
 	wantParts(t, w.take(), "[2] up seen=1 set=0 hits=1", "[3] up seen=1 set=0 request join j")
-	c.nodes[4].submit(topo.Global, allreduce("b", 3))
-	c.settle()
+	c.submitAt(allreduce("b", 3), 4)
 	wantParts(t, w.take(), "[4] up seen=1 set=0 hits=2")
-	c.nodes[4].submit(topo.Global, allreduce("c", 3))
-	c.settle()
+	c.submitAt(allreduce("c", 3), 4)
 	wantParts(t, w.take(), "[4] up seen=1 set=0 request allreduce c float32[3]")
 }
 
@@ -290,10 +276,7 @@ func TestLeaderCombinesHeartbeats(t *testing.T) {
 	// Heartbeats that are held are sent together with a request.
 	c.pass(900 * time.Millisecond)
 	wantParts(t, w.take())
-	for _, r := range []int{2, 3, 4} {
-		c.nodes[r].submit(topo.Global, allreduce("a", 3))
-	}
-	c.settle()
+	c.submitAt(allreduce("a", 3), 2, 3, 4)
 	wantParts(t, w.take(), "[2 3 4] up seen=0 set=0 request allreduce a float32[3]", "[2 3 4] heartbeat seen=0")
 }
 
@@ -360,10 +343,7 @@ func TestStallBehindALeader(t *testing.T) {
 	for range 2 {
 		c.submitAll(allreduce("a", 3))
 	}
-	for _, r := range []int{0, 1, 2, 4} {
-		c.nodes[r].submit(topo.Global, allreduce("a", 3))
-	}
-	c.settle()
+	c.submitAt(allreduce("a", 3), 0, 1, 2, 4)
 	c.pass(1100 * time.Millisecond)
 	if len(w.events) != 1 || !strings.HasSuffix(w.events[0], "has waited 1s for rank 3") {
 		t.Errorf("got stalls %q, want one that waits for rank 3", w.events)
@@ -778,14 +758,11 @@ func founding(name string, ranks ...topo.Rank) message.Request {
 // them. It knows the new set, so it then holds the requests on that set until these members have made them.
 func TestLeaderHoldsRequestsOfMembers(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
-	c.nodes[2].submit(topo.Global, founding("s", 0, 2, 4))
-	c.settle()
+	c.submitAt(founding("s", 0, 2, 4), 2)
 	wantParts(t, w.take())
-	c.nodes[4].submit(topo.Global, founding("s", 0, 2, 4))
-	c.settle()
+	c.submitAt(founding("s", 0, 2, 4), 4)
 	wantParts(t, w.take(), "[2 4] up seen=0 set=0 request add-process-set s ranks=0,2,4 members-only")
-	c.nodes[0].submit(topo.Global, founding("s", 0, 2, 4))
-	c.settle()
+	c.submitAt(founding("s", 0, 2, 4), 0)
 	c.nodes[4].submit(1, allreduce("a", 3))
 	c.settle()
 	wantParts(t, w.take())
@@ -807,8 +784,7 @@ func TestLeaderKeepsTheNextRequest(t *testing.T) {
 	leader := c.nodes[2]
 	c.nodes[2].submit(topo.Global, founding("s", 2, 3))
 	c.nodes[3].submit(topo.Global, founding("s", 0, 2, 3))
-	c.nodes[3].submit(topo.Global, founding("t", 3))
-	c.settle()
+	c.submitAt(founding("t", 3), 3)
 	c.pass(200 * time.Millisecond)
 	w.take()
 	c.nodes[0].submit(topo.Global, founding("s", 0, 2, 3))
@@ -862,18 +838,12 @@ func TestLeaderOfLeaders(t *testing.T) {
 	wantParts(t, w.take(), "[2 3 4 5 6] up seen=0 set=0 request allreduce a float32[3]")
 	c.submitAll(allreduce("a", 3))
 	wantParts(t, w.take(), "[2 3 4 5 6] up seen=1 set=0 hits=1")
-	for _, r := range []int{2, 3, 5} {
-		c.nodes[r].submit(topo.Global, allreduce("a", 3))
-	}
-	c.settle()
+	c.submitAt(allreduce("a", 3), 2, 3, 5)
 	c.pass(150 * time.Millisecond)
 	wantParts(t, w.take())
 	c.pass(50 * time.Millisecond)
 	wantParts(t, w.take(), "[2 3] up seen=2 set=0 hits=1", "[5] up seen=2 set=0 hits=1")
-	for _, r := range []int{0, 1, 4, 6} {
-		c.nodes[r].submit(topo.Global, allreduce("a", 3))
-	}
-	c.settle()
+	c.submitAt(allreduce("a", 3), 0, 1, 4, 6)
 	wantParts(t, w.take(), "[4] up seen=2 set=0 hits=1", "[6] up seen=2 set=0 hits=1")
 
 	for _, n := range c.nodes {

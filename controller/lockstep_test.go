@@ -182,6 +182,16 @@ func (j *lockstepJob) checkCaches() {
 	}
 }
 
+// checkAnswered checks that no rank waits for an answer.
+func (j *lockstepJob) checkAnswered() {
+	j.tb.Helper()
+	for rank, pending := range j.pending {
+		if len(pending) > 0 {
+			j.tb.Fatalf("rank %d still waits for %v", rank, pending)
+		}
+	}
+}
+
 func (j *lockstepJob) apply(rank int, d *message.Down) {
 	j.tb.Helper()
 	m := &j.ranks[rank]
@@ -426,14 +436,17 @@ func (j *lockstepJob) run(rng *rand.Rand, programs [][]request, tuning func() me
 			idle = 0
 		}
 	}
+	j.checkAnswered()
 	for rank := range todo {
-		if len(j.pending[rank]) > 0 {
-			j.tb.Fatalf("rank %d still waits for %v", rank, j.pending[rank])
-		}
 		if !j.ranks[rank].Quiet() {
 			j.tb.Fatalf("rank %d is not quiet, although no rank had votes or news", rank)
 		}
 	}
+}
+
+// news returns the frame of a rank that requests tensors of the set of all ranks.
+func news(requests ...message.Request) *message.Up {
+	return &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: requests}}}
 }
 
 func allreduce(name string, numElems int64) message.Request {
@@ -623,11 +636,7 @@ func TestLockstepManyBits(t *testing.T) {
 		if !j.cycle() {
 			t.Fatalf("turn %d: nothing is decided", turn)
 		}
-		for r, pending := range j.pending {
-			if len(pending) > 0 {
-				t.Fatalf("turn %d: rank %d waits for %v", turn, r, pending)
-			}
-		}
+		j.checkAnswered()
 		if j.gathers != step.gathers {
 			t.Errorf("turn %d: %d gathers so far, want %d", turn, j.gathers, step.gathers)
 		}
@@ -679,11 +688,7 @@ func TestLockstepKeepsEntriesWithVotes(t *testing.T) {
 	}
 	submit(1, "x", 1)
 	j.cycle()
-	for rank, pending := range j.pending {
-		if len(pending) > 0 {
-			t.Errorf("rank %d still waits for %v", rank, pending)
-		}
-	}
+	j.checkAnswered()
 }
 
 // In lock-step, a change that arrives in the middle of a cycle without a gather waits for a gather. So no
@@ -710,11 +715,7 @@ func TestLockstepCacheOff(t *testing.T) {
 	for range 3 {
 		j.cycle()
 	}
-	for r, pending := range j.pending {
-		if len(pending) > 0 {
-			t.Errorf("rank %d still waits for %v", r, pending)
-		}
-	}
+	j.checkAnswered()
 	empty := controller.NewMember(controller.MemberConfig{Sets: j.sets}, 0)
 	if j.ranks[1].Digest(topo.Global) != empty.Digest(topo.Global) {
 		t.Error("the cache has entries although it is off")
@@ -925,12 +926,10 @@ func differences(events, lockstep map[string]string) string {
 // not name the ranks that the silent rank holds up.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
-		c := controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(),
-			Lockstep: lockstep,
-		}, 0)
-		c.Step(0, &message.Up{Type: message.UpNews,
-			Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+		cfg := testConfig(3)
+		cfg.Lockstep = lockstep
+		c := controller.NewCoordinator(cfg, 0)
+		c.Step(0, news(allreduce("a", 1)))
 		return c
 	}
 	complain := func(c *controller.Coordinator, tensor string, at time.Duration) *controller.Verdict {

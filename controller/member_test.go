@@ -21,6 +21,26 @@ func newTestMember(r topo.Rank, size int) *controller.Member {
 	}, 0)
 }
 
+// testConfig returns the configuration of a job of the given size without a cache.
+func testConfig(size int) controller.CoordinatorConfig {
+	return controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(size)},
+		LivenessTimeout: livenessTimeout, Plan: plan()}
+}
+
+func newTestCoordinator(size int) *controller.Coordinator {
+	return controller.NewCoordinator(testConfig(size), 0)
+}
+
+// step passes frames from the coordinator to a member, which must accept them.
+func step(t *testing.T, m *controller.Member, downs ...*message.Down) {
+	t.Helper()
+	for _, d := range downs {
+		if err := m.Step(d); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 func response(name string, numElems int64) *message.Response {
 	return &message.Response{
 		Kind: message.Allreduce, Name: name, DType: tensor.Float32, Shape: tensor.Shape{numElems},
@@ -39,100 +59,70 @@ func TestMemberRefuses(t *testing.T) {
 	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
 		Puts: []message.Put{{}}})
 	good := full(response("good", 1))
+	// beside returns a cycle with a good grant and another one.
+	beside := func(g message.Grant) *message.Down {
+		return cycle(2, message.DownSet{Grants: []message.Grant{good, g}})
+	}
+	without1 := func(r *message.Response) message.Grant {
+		return message.Grant{Absent: []topo.Rank{1}, Full: []*message.Response{r}}
+	}
+	on := func(name string, devices ...tensor.Device) *message.Response {
+		return &message.Response{Kind: message.Broadcast, Name: name, Devices: devices}
+	}
 	for _, c := range []struct {
 		name string
 		down *message.Down
 		want string
 	}{
 		{"the same cycle", cycle(1, message.DownSet{Grants: []message.Grant{good}}), "cycle 1 after cycle 1"},
-		{"another's set", cycle(2, message.DownSet{Set: 3}),
-			"process set 3, but rank 1 is not a member of it"},
-		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}),
+		{"another's set", cycle(2, message.DownSet{Set: 3}), "process set 3, but rank 1 is not a member of it"},
+		{"a free bit", beside(message.Grant{Bits: []uint32{1}}),
 			"got a grant of cache bit 1, but the cache has no entry for this bit"},
-		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "got a grant without a response"},
-		{"two kinds", cycle(2,
-			message.DownSet{Grants: []message.Grant{good,
-				{Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}),
-			`barrier "b" together with allreduce "a"`},
-		{"rows of one rank too few",
-			cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
-				Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0},
-				FirstDims: []int64{4},
-			})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
-		{"a device too few",
-			cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
-				Kind: message.Broadcast, Name: "d", Devices: []tensor.Device{tensor.CUDA(0)},
-			})}}), `broadcast "d": got 1 devices, want 2, one for each rank`},
-		{"a tensor on the host beside one on a device",
-			cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
-				Kind: message.Broadcast, Name: "d", Devices: []tensor.Device{tensor.CUDA(0), tensor.Host},
-			})}}), `broadcast "d": got device cpu for rank 1, want a CUDA device`},
-		{"tensors on different devices",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				full(&message.Response{Kind: message.Broadcast, Name: "w"},
-					&message.Response{Kind: message.Broadcast, Name: "v",
-						Devices: []tensor.Device{tensor.CUDA(0), tensor.CUDA(0)}})}}),
+		{"nothing", beside(message.Grant{}), "got a grant without a response"},
+		{"two kinds", beside(message.Grant{Bits: []uint32{0},
+			Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}), `barrier "b" together with allreduce "a"`},
+		{"rows of one rank too few", beside(full(&message.Response{Kind: message.Allgather, Name: "r",
+			DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4}})),
+			`allgather "r": got 1 first dimensions, want 2, one for each rank`},
+		{"a device too few", beside(full(on("d", tensor.CUDA(0)))),
+			`broadcast "d": got 1 devices, want 2, one for each rank`},
+		{"a tensor on the host beside one on a device", beside(full(on("d", tensor.CUDA(0), tensor.Host))),
+			`broadcast "d": got device cpu for rank 1, want a CUDA device`},
+		{"tensors on different devices", beside(full(on("w"), on("v", tensor.CUDA(0), tensor.CUDA(0)))),
 			`broadcast "v" together with broadcast "w"`},
-		{"erasure of a free bit",
-			cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}),
+		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}),
 			"got an erasure of cache bit 5, but the cache has no entry for this bit"},
-		{"put to a taken bit",
-			cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}),
+		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}),
 			`put "good": cache bit 0 already has the entry "a"`},
 		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
 			Puts: []message.Put{{Bit: 1}}}), `put "a": got cache bit 1, but the name already has cache bit 0`},
-		{"absent ranks that are no members",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				{Absent: []topo.Rank{2}, Full: good.Full}}}),
+		{"absent ranks that are no members", beside(message.Grant{Absent: []topo.Rank{2}, Full: good.Full}),
 			`allreduce "good" with absent ranks [2], want members of process set 0`},
-		{"absent ranks in disorder",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				{Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "with absent ranks [1 0]"},
-		{"rows of an absent rank",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				{Absent: []topo.Rank{1}, Full: []*message.Response{{
-					Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0},
-					FirstDims: []int64{4, 3},
-				}}}}}), `allgather "r": got 3 rows from absent rank 1, want 0`},
-		{"a root that is no member",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}),
+		{"absent ranks in disorder", beside(message.Grant{Absent: []topo.Rank{1, 0}, Full: good.Full}),
+			"with absent ranks [1 0]"},
+		{"rows of an absent rank", beside(without1(&message.Response{Kind: message.Allgather, Name: "r",
+			DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4, 3}})),
+			`allgather "r": got 3 rows from absent rank 1, want 0`},
+		{"a root that is no member", beside(full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})),
 			`broadcast "w": root rank 2 is not a member`},
-		{"an absent root", cycle(2,
-			message.DownSet{Grants: []message.Grant{good,
-				{Absent: []topo.Rank{1},
-					Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}),
+		{"an absent root", beside(without1(&message.Response{Kind: message.Broadcast, Name: "w", Root: 1})),
 			`broadcast "w": root rank 1 is absent`},
-		{"absent without a join",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				{Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}),
+		{"absent without a join", beside(without1(&message.Response{Kind: message.Barrier, Name: "b"})),
 			`barrier "b" with absent rank 1, which has not joined`},
-		{"a removal without this rank", cycle(2,
-			message.DownSet{Grants: []message.Grant{good,
-				{Absent: []topo.Rank{1},
-					Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 5}}}}}),
+		{"a removal without this rank",
+			beside(without1(&message.Response{Kind: message.RemoveProcessSet, Name: "s", Set: 5})),
 			`remove process set "s" with absent rank 1, which has not joined`},
-		{"two roots", cycle(2,
-			message.DownSet{Grants: []message.Grant{good,
-				full(&message.Response{Kind: message.Broadcast, Name: "w"},
-					&message.Response{Kind: message.Broadcast, Name: "v", Root: 1})}}),
+		{"two roots",
+			beside(full(on("w"), &message.Response{Kind: message.Broadcast, Name: "v", Root: 1})),
 			`broadcast "v" together with broadcast "w"`},
-		{"two barriers", cycle(2,
-			message.DownSet{Grants: []message.Grant{good,
-				full(&message.Response{Kind: message.Barrier, Name: "b"},
-					&message.Response{Kind: message.Barrier, Name: "c"})}}),
-			`barrier "c" together with barrier "b"`},
-		{"a set that is there",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5,
-					Ranks: []topo.Rank{1}})}}), "adds process set 5, which already exists"},
-		{"a set from another set",
-			cycle(2, message.DownSet{Set: 5,
-				Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s",
-					Set: 5})}}), `remove process set "s": got process set 5, want process set 0, because all ranks take part`},
-		{"a join that is not its own",
-			cycle(2, message.DownSet{Grants: []message.Grant{good,
-				full(&message.Response{Kind: message.Join, Name: "j"})}}),
+		{"two barriers", beside(full(&message.Response{Kind: message.Barrier, Name: "b"},
+			&message.Response{Kind: message.Barrier, Name: "c"})), `barrier "c" together with barrier "b"`},
+		{"a set that is there", beside(full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5,
+			Ranks: []topo.Rank{1}})), "adds process set 5, which already exists"},
+		{"a set from another set", cycle(2, message.DownSet{Set: 5, Grants: []message.Grant{
+			full(&message.Response{Kind: message.RemoveProcessSet, Name: "s", Set: 5})}}),
+			`remove process set "s": got process set 5, want process set 0, because all ranks take part`},
+		{"a join that is not its own", beside(full(&message.Response{Kind: message.Join, Name: "j"})),
 			"got the end of a join of process set 0, but rank 1 has not joined"},
 		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "got a close frame before the cycle that stops the job"},
 	} {
@@ -141,9 +131,7 @@ func TestMemberRefuses(t *testing.T) {
 				Rank: 1, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{1}}},
 				LivenessTimeout: livenessTimeout,
 			}, 0)
-			if err := m.Step(first); err != nil {
-				t.Fatal(err)
-			}
+			step(t, m, first)
 			m.Advance()
 			err := m.Step(c.down)
 			if err == nil || !strings.Contains(err.Error(), c.want) {
@@ -169,9 +157,7 @@ func TestMemberRefuses(t *testing.T) {
 
 	t.Run("a cycle after the stop", func(t *testing.T) {
 		m := newTestMember(1, 2)
-		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Stop: true}); err != nil {
-			t.Fatal(err)
-		}
+		step(t, m, &message.Down{Type: message.DownCycle, Cycle: 1, Stop: true})
 		if err := m.Step(cycle(2, message.DownSet{Grants: []message.Grant{good}})); err == nil ||
 			!strings.Contains(err.Error(), "cycle 2 after the cycle that stopped the job") {
 			t.Errorf("got error %v", err)
@@ -219,9 +205,7 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("submits nothing after the stop", func(t *testing.T) {
 		m := newTestMember(1, 2)
-		if err := m.Step(stop); err != nil {
-			t.Fatal(err)
-		}
+		step(t, m, stop)
 		if !m.Ready().Stop {
 			t.Error("the stop is not announced")
 		}
@@ -252,9 +236,7 @@ func TestMember(t *testing.T) {
 	t.Run("holds a rank that has left until its last messages have arrived", func(t *testing.T) {
 		m := newTestMember(1, 3)
 		m.Receives([]topo.Rank{2})
-		if err := m.Step(&message.Down{Type: message.DownLeft, Ranks: []topo.Rank{2}}); err != nil {
-			t.Fatal(err)
-		}
+		step(t, m, &message.Down{Type: message.DownLeft, Ranks: []topo.Rank{2}})
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v before the messages have arrived", got)
 		}
@@ -281,9 +263,7 @@ func TestMember(t *testing.T) {
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v before the stop", got)
 		}
-		if err := m.Step(stop); err != nil {
-			t.Fatal(err)
-		}
+		step(t, m, stop)
 		m.Advance()
 		m.Drained()
 		m.Drained()
@@ -327,9 +307,7 @@ func TestMember(t *testing.T) {
 		m.Suspect([]topo.Rank{2}, "reset")
 		ups(m)
 		down := &message.Down{Type: message.DownFail, Ranks: []topo.Rank{0, 2}, Reason: "who knows"}
-		if err := m.Step(down); err != nil {
-			t.Fatal(err)
-		}
+		step(t, m, down)
 		down.Ranks[0] = 9 // the caller may reuse the memory of the frame
 		tick(m, time.Hour)
 		if got, want := m.Verdict().Error(), "ranks 0 and 2 failed: who knows"; got != want {
@@ -338,11 +316,9 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("news of finished work end with the epoch", func(t *testing.T) {
 		m := newTestMember(0, 2)
-		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{
+		step(t, m, &message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{
 			{Grants: []message.Grant{{Full: []*message.Response{response("a", 1)}}}},
-		}}); err != nil {
-			t.Fatal(err)
-		}
+		}})
 		g := m.Ready().Grants[0]
 		m.Advance()
 		m.Lost("reset")
@@ -374,10 +350,8 @@ func TestMember(t *testing.T) {
 			{Grants: []message.Grant{
 				{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 5}}}}},
 		} {
-			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: uint64(n + 1),
-				Sets: []message.DownSet{s}}); err != nil {
-				t.Fatal(err)
-			}
+			step(t, m, &message.Down{Type: message.DownCycle, Cycle: uint64(n + 1),
+				Sets: []message.DownSet{s}})
 		}
 		r := m.Ready()
 		if len(r.Grants) != 2 || !slices.Equal(removals(r.Grants), []topo.ProcessSetID{5}) {
@@ -408,15 +382,11 @@ func TestMember(t *testing.T) {
 			m := controller.NewMember(controller.MemberConfig{Rank: c.rank,
 				Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout,
 				Lockstep: c.lockstep}, 0)
-			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: grants}); err != nil {
-				t.Fatal(err)
-			}
+			step(t, m, &message.Down{Type: message.DownCycle, Cycle: 1, Sets: grants})
 			g := m.Ready().Grants[0]
 			m.Advance()
 			if c.after != nil {
-				if err := m.Step(c.after); err != nil {
-					t.Fatal(err)
-				}
+				step(t, m, c.after)
 			}
 			if got := m.Finished(g); got != c.want {
 				t.Errorf("%s: got %v, want %v", c.name, got, c.want)
@@ -427,13 +397,11 @@ func TestMember(t *testing.T) {
 		m := newTestMember(0, 2)
 		x := allreduce("x", 1)
 		grant := func(n uint64) (a, c *controller.Grant) {
-			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: n,
+			step(t, m, &message.Down{Type: message.DownCycle, Cycle: n,
 				Sets: []message.DownSet{{Grants: []message.Grant{
 					{Full: []*message.Response{response("a", 1), response("b", 1)}},
 					{Full: []*message.Response{response("c", 1)}},
-				}}}}); err != nil {
-				t.Fatal(err)
-			}
+				}}}})
 			g := m.Ready().Grants
 			a, c = g[0], g[1]
 			m.Advance()
@@ -491,9 +459,7 @@ func TestMember(t *testing.T) {
 // If all processes of a job were stopped for an hour, neither the coordinator nor a member fails another rank
 // for its silence in this time. If a rank is silent later, it fails.
 func TestStoppedProcess(t *testing.T) {
-	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
-	}, 0)
+	c := newTestCoordinator(2)
 	m := newTestMember(1, 2)
 	for _, now := range []time.Duration{time.Second, time.Hour} {
 		tick(c, now)
@@ -527,11 +493,8 @@ func TestStoppedProcess(t *testing.T) {
 
 // A suspicion explains a timeout better, even if it is read after the report of the timeout in the same turn.
 func TestSuspicionExplainsTimeout(t *testing.T) {
-	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(),
-	}, 0)
-	c.Step(1, &message.Up{Type: message.UpNews,
-		Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+	c := newTestCoordinator(3)
+	c.Step(1, news(allreduce("a", 1)))
 	c.Step(1, &message.Up{Type: message.UpTimeout, Tensor: "a", Millis: 500})
 	c.Step(0, &message.Up{Type: message.UpSuspect, Suspects: []topo.Rank{2}, Reason: "reset"})
 	if v := verdictOf(c); v != nil {
@@ -554,12 +517,9 @@ func TestLateProcess(t *testing.T) {
 		"timeout": {message.Up{Type: message.UpTimeout, Tensor: "a", Millis: 500},
 			`rank 0: allreduce "a" timed out after 0.5s at rank 1: rank 0 has not submitted it`},
 	} {
-		coord := controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(),
-		}, 0)
+		coord := newTestCoordinator(3)
 		for _, r := range []topo.Rank{1, 2} {
-			coord.Step(r, &message.Up{Type: message.UpNews,
-				Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+			coord.Step(r, news(allreduce("a", 1)))
 		}
 		now := time.Duration(0)
 		turn := func(d time.Duration, ups ...*message.Up) {
@@ -597,9 +557,7 @@ func TestLateProcess(t *testing.T) {
 	m.Tick(late)
 	m.Timeout(topo.Global, "a", time.Second)
 	m.Tick(2 * late)
-	if err := m.Step(&message.Down{Type: message.DownHeartbeat}); err != nil {
-		t.Fatal(err)
-	}
+	step(t, m, &message.Down{Type: message.DownHeartbeat})
 	if m.Expire(); m.Verdict() != nil {
 		t.Errorf("the member has the verdict %v", m.Verdict())
 	}
@@ -607,14 +565,9 @@ func TestLateProcess(t *testing.T) {
 
 // If the coordinator's process was stopped, the time of the stop does not count as waiting time of tensors.
 func TestStoppedProcessAndStalls(t *testing.T) {
-	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout,
-		Plan:         plan(),
-		StallWarning: 3 * time.Second,
-	}, 0)
-	news := func(r topo.Rank, s message.UpSet) {
-		c.Step(r, &message.Up{Type: message.UpNews, Sets: []message.UpSet{s}})
-	}
+	cfg := testConfig(2)
+	cfg.CacheCapacity, cfg.StallWarning = 1, 3*time.Second
+	c := controller.NewCoordinator(cfg, 0)
 	var hit message.Bits
 	hit.Set(0)
 	turn := func() {
@@ -622,7 +575,7 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 		c.Advance()
 	}
 	for r := range topo.Rank(2) {
-		news(r, message.UpSet{Requests: []message.Request{allreduce("cached", 1)}})
+		c.Step(r, news(allreduce("cached", 1)))
 	}
 	turn()
 	c.Step(0, &message.Up{Type: message.UpNews, Seen: 1,
@@ -663,12 +616,10 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 // once. The next report is due at the next multiple of the warning time.
 func TestStallsAreNotMadeUpFor(t *testing.T) {
 	const period = 100 * time.Millisecond
-	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
-		StallWarning: period,
-	}, 0)
-	c.Step(0, &message.Up{Type: message.UpNews,
-		Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+	cfg := testConfig(2)
+	cfg.StallWarning = period
+	c := controller.NewCoordinator(cfg, 0)
+	c.Step(0, news(allreduce("a", 1)))
 	if c.Next() != period {
 		t.Errorf("next turn at %v, want %v", c.Next(), period)
 	}
@@ -681,16 +632,13 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 // If a job already has as many process sets as a frame can hold, the request to add another one returns an
 // error.
 func TestTooManySets(t *testing.T) {
-	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
-		LivenessTimeout: livenessTimeout, Plan: plan()}
+	cfg := testConfig(2)
 	for id := range topo.ProcessSetID(message.MaxSets - 1) {
 		cfg.Sets = append(cfg.Sets, controller.Set{ID: id + 1, Ranks: []topo.Rank{0}})
 	}
 	c := controller.NewCoordinator(cfg, 0)
 	for r := range topo.Rank(2) {
-		c.Step(r, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{
-			{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1}},
-		}}}})
+		c.Step(r, news(message.Request{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1}}))
 	}
 	got := c.Ready()[0].Down.Sets[0].Grants[0].Full[0]
 	if want := `add process set "s": the job already has 1024 process sets, which is the maximum`; got.Text != want {
@@ -714,8 +662,7 @@ func TestFramesToAddSets(t *testing.T) {
 	const sets = 50
 	for _, atOnce := range []bool{false, true} {
 		w := &counting{ups: make(map[topo.Rank]int), downs: make(map[topo.Rank]int)}
-		c := newCluster(t, controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(6)},
-			LivenessTimeout: livenessTimeout, Plan: plan()}, w)
+		c := newCluster(t, testConfig(6), w)
 		for i := range sets {
 			for _, r := range []topo.Rank{1, 2, 3, 4} {
 				c.nodes[r].submit(topo.Global, founding(fmt.Sprint(i), 1, 2, 3, 4))
@@ -779,9 +726,9 @@ func TestAnswersDoNotFitIntoAFrame(t *testing.T) {
 // If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before its liveness
 // timeout has passed.
 func TestSilentInShutdown(t *testing.T) {
-	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: time.Minute, Plan: plan(),
-	}, 0)
+	cfg := testConfig(3)
+	cfg.LivenessTimeout = time.Minute
+	c := controller.NewCoordinator(cfg, 0)
 	for r := range topo.Rank(3) {
 		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
 	}
@@ -802,18 +749,15 @@ func TestSilentInShutdown(t *testing.T) {
 
 // Expire and Ready handle what has arrived since they were called last, even if Next was called meanwhile.
 func TestNextForgetsNothing(t *testing.T) {
-	c := controller.NewCoordinator(controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
-		LivenessTimeout: livenessTimeout, Plan: plan()}, 0)
+	c := newTestCoordinator(2)
 	ready := func() int {
 		defer c.Advance()
 		return len(c.Ready())
 	}
-	request := message.Up{Type: message.UpNews,
-		Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}}
 	ready()
 	c.Next()
 	for r := range topo.Rank(2) {
-		c.Step(r, &request)
+		c.Step(r, news(allreduce("a", 1)))
 	}
 	c.Next()
 	if n := ready(); n == 0 {
@@ -836,10 +780,9 @@ func TestNextForgetsNothing(t *testing.T) {
 func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
-		return controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(2)}, CycleTime: cycleTime,
-			LivenessTimeout: livenessTimeout, Plan: plan(),
-		}, 0)
+		cfg := testConfig(2)
+		cfg.CycleTime = cycleTime
+		return controller.NewCoordinator(cfg, 0)
 	}
 	turn := func(c *controller.Coordinator) {
 		c.Ready()
@@ -928,14 +871,10 @@ type steady struct {
 }
 
 func newSteady(tb testing.TB, ranks, tensors int) *steady {
-	set := controller.Global(ranks)
-	s := &steady{
-		tb: tb, ups: make([][]byte, ranks), downs: make([]message.Down, ranks),
-		coord: controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{set}, CacheCapacity: 1024, FusionThresholdBytes: 64 << 20,
-			LivenessTimeout: livenessTimeout, Plan: plan(),
-		}, 0),
-	}
+	cfg := testConfig(ranks)
+	cfg.CacheCapacity, cfg.FusionThresholdBytes = 1024, 64<<20
+	s := &steady{tb: tb, ups: make([][]byte, ranks), downs: make([]message.Down, ranks),
+		coord: controller.NewCoordinator(cfg, 0)}
 	for r := range ranks {
 		s.members = append(s.members, newTestMember(topo.Rank(r), ranks))
 	}

@@ -34,8 +34,7 @@ func TestSharedRequests(t *testing.T) {
 				}
 				q.DType = last
 			}
-			sets := []message.UpSet{{Requests: []message.Request{q}}}
-			c.Step(r, &message.Up{Type: message.UpNews, Sets: sets})
+			c.Step(r, news(q))
 		}
 		c.Expire()
 		var got *message.Response

@@ -24,9 +24,7 @@ func TestVerdictOnManyWaitingTensors(t *testing.T) {
 	}
 	var jobs []*controller.Coordinator
 	for range 2 { // AllocsPerRun calls its argument twice
-		c := controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(ranks)}, LivenessTimeout: livenessTimeout, Plan: plan(),
-		}, 0)
+		c := newTestCoordinator(ranks)
 		c.Step(0, requests("own"))
 		for r := 1; r < ranks; r++ {
 			c.Step(topo.Rank(r), requests("common"))
