@@ -162,6 +162,13 @@ func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 	t.Run("lockstep", func(t *testing.T) { f(t, true) })
 }
 
+// inBubbles is like both, but each call of f is in a synctest bubble.
+func inBubbles(t *testing.T, f func(t *testing.T, lockstep bool)) {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) { f(t, lockstep) })
+	})
+}
+
 func TestSums(t *testing.T) {
 	t.Run("without polling", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.Spin = -1 }) })
 	t.Run("with a processor each", func(t *testing.T) {
@@ -558,28 +565,26 @@ func TestShutdownDeadline(t *testing.T) {
 // If a rank that has no operations shuts down while another one waits for it, only the ranks that have not
 // left learn the verdict.
 func TestVerdictAboutALeaver(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			var told [3]bool
-			c := start(t, 3, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.OnVerdict = lockstep, func(*engine.PeerError) { told[cfg.Rank] = true }
-			})
-			waits := c.allreduce(0, "x", make([]byte, 8))
-			synctest.Wait()
-			if err := c.engines[1].Shutdown(c.ctx, engine.Departure{}); err != nil {
-				t.Errorf("the rank that has left: got error %v", err)
-			}
-			if got := c.failedRanks(0, c.wait(waits)); !slices.Equal(got, []int{1}) {
-				t.Errorf("got that ranks %v have failed, want rank 1", got)
-			}
-			<-c.engines[2].Over()
-			for _, e := range c.engines {
-				e.Close()
-			}
-			if told != [3]bool{true, false, true} {
-				t.Errorf("the verdict was reported at %v, want at ranks 0 and 2", told)
-			}
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		var told [3]bool
+		c := start(t, 3, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.OnVerdict = lockstep, func(*engine.PeerError) { told[cfg.Rank] = true }
 		})
+		waits := c.allreduce(0, "x", make([]byte, 8))
+		synctest.Wait()
+		if err := c.engines[1].Shutdown(c.ctx, engine.Departure{}); err != nil {
+			t.Errorf("the rank that has left: got error %v", err)
+		}
+		if got := c.failedRanks(0, c.wait(waits)); !slices.Equal(got, []int{1}) {
+			t.Errorf("got that ranks %v have failed, want rank 1", got)
+		}
+		<-c.engines[2].Over()
+		for _, e := range c.engines {
+			e.Close()
+		}
+		if told != [3]bool{true, false, true} {
+			t.Errorf("the verdict was reported at %v, want at ranks 0 and 2", told)
+		}
 	})
 }
 
@@ -654,40 +659,38 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 // If a rank sends nothing but keeps its connection open, the verdict names the rank after the liveness
 // timeout.
 func TestSilence(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			net := mem.New(2)
-			ctx := t.Context()
-			began := time.Now()
-			var silent sync.WaitGroup
-			silent.Go(func() {
-				// Rank 1 connects but sends nothing.
-				if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
-					t.Error(err)
-				}
-			})
-			e, err := engine.Start(ctx, engine.Config{
-				Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep,
-				Spin: -1,
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			silent.Wait()
-			<-e.Ended()
-			var peer *engine.PeerError
-			if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) ||
-				!strings.Contains(err.Error(), "silent for 10s") {
-				t.Errorf("ended with %v, want rank 1's silence", err)
-			}
-			if took := time.Since(began); took != 10*time.Second {
-				t.Errorf("took %v, want 10s", took)
-			}
-			e.Close()
-			if err := net.Mesh(1).Close(); err != nil {
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		net := mem.New(2)
+		ctx := t.Context()
+		began := time.Now()
+		var silent sync.WaitGroup
+		silent.Go(func() {
+			// Rank 1 connects but sends nothing.
+			if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
 				t.Error(err)
 			}
 		})
+		e, err := engine.Start(ctx, engine.Config{
+			Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep,
+			Spin: -1,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		silent.Wait()
+		<-e.Ended()
+		var peer *engine.PeerError
+		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) ||
+			!strings.Contains(err.Error(), "silent for 10s") {
+			t.Errorf("ended with %v, want rank 1's silence", err)
+		}
+		if took := time.Since(began); took != 10*time.Second {
+			t.Errorf("took %v, want 10s", took)
+		}
+		e.Close()
+		if err := net.Mesh(1).Close(); err != nil {
+			t.Error(err)
+		}
 	})
 }
 

@@ -150,41 +150,39 @@ func TestMessagesAreTold(t *testing.T) {
 // One member removes a process set while the other one still waits for a message and for an earlier
 // operation. The end of the channel is then no failure, and the removal ends the message.
 func TestMessagesOfARemovedSet(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			c := start(t, 2, withSet(lockstep))
-			message := make(chan error, 1)
-			recv := &p2p.Op{Peer: 0, DType: tensor.Uint8, Buf: make([]byte, 1),
-				Timeout: time.Second, Done: func(err error) { message <- err }}
-			if err := c.engines[1].Post(1, recv, true); err != nil {
-				t.Fatal(err)
-			}
-			sent, release := c.submit(0, over(1, broadcast())), make(chan struct{})
-			received := over(1, broadcast())
-			received.Done = func(error) { <-release }
-			if err := c.engines[1].Submit(received); err != nil {
-				t.Fatal(err)
-			}
-			if err := c.wait(sent); err != nil {
-				t.Error(err)
-			}
-			one := c.submit(1, removal(1))
-			if err := c.wait(c.submit(0, removal(1))); err != nil {
-				t.Error(err)
-			}
-			time.Sleep(15 * time.Second) // longer than the timeouts of the message and of silent ranks
-			if isDone(one) || isDone(message) {
-				t.Error("the removal or the message has ended before the earlier operation")
-			}
-			close(release)
-			if err := c.wait(one); err != nil {
-				t.Error(err)
-			}
-			if err := c.wait(message); !errors.Is(err, engine.ErrNoProcessSet) {
-				t.Errorf("the message: got error %v, want ErrNoProcessSet", err)
-			}
-			c.shutdown()
-		})
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, withSet(lockstep))
+		message := make(chan error, 1)
+		recv := &p2p.Op{Peer: 0, DType: tensor.Uint8, Buf: make([]byte, 1),
+			Timeout: time.Second, Done: func(err error) { message <- err }}
+		if err := c.engines[1].Post(1, recv, true); err != nil {
+			t.Fatal(err)
+		}
+		sent, release := c.submit(0, over(1, broadcast())), make(chan struct{})
+		received := over(1, broadcast())
+		received.Done = func(error) { <-release }
+		if err := c.engines[1].Submit(received); err != nil {
+			t.Fatal(err)
+		}
+		if err := c.wait(sent); err != nil {
+			t.Error(err)
+		}
+		one := c.submit(1, removal(1))
+		if err := c.wait(c.submit(0, removal(1))); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(15 * time.Second) // longer than the timeouts of the message and of silent ranks
+		if isDone(one) || isDone(message) {
+			t.Error("the removal or the message has ended before the earlier operation")
+		}
+		close(release)
+		if err := c.wait(one); err != nil {
+			t.Error(err)
+		}
+		if err := c.wait(message); !errors.Is(err, engine.ErrNoProcessSet) {
+			t.Errorf("the message: got error %v, want ErrNoProcessSet", err)
+		}
+		c.shutdown()
 	})
 }
 

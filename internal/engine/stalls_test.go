@@ -54,47 +54,45 @@ func (r *reports) take() []string {
 // If a tensor waits for a rank, OnStall is called after each further StallWarning until the rank submits the
 // tensor. This also holds for cached tensors and for process sets without rank 0.
 func TestStallReports(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			var r reports
-			c := start(t, 3, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.StallWarning = lockstep, testTimeout
-				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
-				r.attach(cfg)
-			})
-			// In the second round with each set, the tensor is in the cache.
-			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} {
-				r.began = time.Now()
-				c.each(func(rank int) {
-					if set == 1 && rank == 0 {
-						return
-					}
-					if rank == 2 {
-						time.Sleep(2*testTimeout + time.Second)
-					}
-					e := sum("x", make([]byte, 8))
-					e.Set = set
-					if err := c.wait(c.submit(rank, e)); err != nil {
-						t.Errorf("rank %d: %v", rank, err)
-					}
-				})
-				want := []string{
-					fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`,
-						set),
-					fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`,
-						set),
-				}
-				if got := r.take(); !slices.Equal(got, want) {
-					t.Errorf("round %d: got %q\nwant %q", round, got, want)
-				}
-			}
-			// Neither operations that end in time nor idle ranks cause reports.
-			time.Sleep(10 * testTimeout)
-			c.shutdown()
-			if got := r.take(); len(got) != 0 {
-				t.Errorf("in time: got %q", got)
-			}
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		var r reports
+		c := start(t, 3, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.StallWarning = lockstep, testTimeout
+			cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
+			r.attach(cfg)
 		})
+		// In the second round with each set, the tensor is in the cache.
+		for round, set := range []topo.ProcessSetID{0, 0, 1, 1} {
+			r.began = time.Now()
+			c.each(func(rank int) {
+				if set == 1 && rank == 0 {
+					return
+				}
+				if rank == 2 {
+					time.Sleep(2*testTimeout + time.Second)
+				}
+				e := sum("x", make([]byte, 8))
+				e.Set = set
+				if err := c.wait(c.submit(rank, e)); err != nil {
+					t.Errorf("rank %d: %v", rank, err)
+				}
+			})
+			want := []string{
+				fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`,
+					set),
+				fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`,
+					set),
+			}
+			if got := r.take(); !slices.Equal(got, want) {
+				t.Errorf("round %d: got %q\nwant %q", round, got, want)
+			}
+		}
+		// Neither operations that end in time nor idle ranks cause reports.
+		time.Sleep(10 * testTimeout)
+		c.shutdown()
+		if got := r.take(); len(got) != 0 {
+			t.Errorf("in time: got %q", got)
+		}
 	})
 }
 
@@ -163,64 +161,60 @@ func TestManyStallsAreFewLines(t *testing.T) {
 
 // If a rank executes an operation for longer than StallWarning, the operation is reported.
 func TestStallReportsOfExecution(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			var r reports
-			c := start(t, 2, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.StallWarning = lockstep, testTimeout
-				r.attach(cfg)
-			})
-			r.began = time.Now()
-			zero := c.gather(0, allocate)
-			one := c.gather(1, func(n int) []byte {
-				time.Sleep(2 * testTimeout) // this takes no real time in the bubble
-				return allocate(n)
-			})
-			for _, done := range []chan error{zero, one} {
-				if err := c.wait(done); err != nil {
-					t.Error(err)
-				}
-			}
-			got := r.take()
-			if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) ||
-				!strings.Contains(got[0], "to finish it") {
-				t.Errorf("got %q, want that the gather is not finished", got)
-			}
-			c.shutdown()
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		var r reports
+		c := start(t, 2, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.StallWarning = lockstep, testTimeout
+			r.attach(cfg)
 		})
+		r.began = time.Now()
+		zero := c.gather(0, allocate)
+		one := c.gather(1, func(n int) []byte {
+			time.Sleep(2 * testTimeout) // this takes no real time in the bubble
+			return allocate(n)
+		})
+		for _, done := range []chan error{zero, one} {
+			if err := c.wait(done); err != nil {
+				t.Error(err)
+			}
+		}
+		got := r.take()
+		if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) ||
+			!strings.Contains(got[0], "to finish it") {
+			t.Errorf("got %q, want that the gather is not finished", got)
+		}
+		c.shutdown()
 	})
 }
 
 // When a tensor has waited for StallShutdown, the job is shut down at all ranks. The error names the tensor
 // and the missing rank.
 func TestStallShutdown(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			c := start(t, 3, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, time.Second, testTimeout
-			})
-			began := time.Now()
-			c.each(func(r int) {
-				var err error
-				if r == 1 {
-					<-c.engines[r].Ended()
-				}
-				err = c.wait(c.allreduce(r, "x", make([]byte, 8)))
-				var stall *engine.StallError
-				const want = `hvd: allreduce "x": the job was shut down: stalled: allreduce "x" of process set 0 has waited 2.3s for rank 1`
-				if !errors.As(err, &stall) || !errors.Is(err, engine.ErrShutDown) || err.Error() != want {
-					t.Errorf("rank %d: got error %v\nwant %s", r, err, want)
-				}
-				if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
-					t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
-				}
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 3, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, time.Second, testTimeout
+		})
+		began := time.Now()
+		c.each(func(r int) {
+			var err error
+			if r == 1 {
 				<-c.engines[r].Ended()
-				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) ||
-					err != c.engines[r].Err() {
-					t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r,
-						c.engines[r].Err(), err)
-				}
-			})
+			}
+			err = c.wait(c.allreduce(r, "x", make([]byte, 8)))
+			var stall *engine.StallError
+			const want = `hvd: allreduce "x": the job was shut down: stalled: allreduce "x" of process set 0 has waited 2.3s for rank 1`
+			if !errors.As(err, &stall) || !errors.Is(err, engine.ErrShutDown) || err.Error() != want {
+				t.Errorf("rank %d: got error %v\nwant %s", r, err, want)
+			}
+			if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
+				t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
+			}
+			<-c.engines[r].Ended()
+			if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) ||
+				err != c.engines[r].Err() {
+				t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r,
+					c.engines[r].Err(), err)
+			}
 		})
 	})
 }
@@ -330,70 +324,66 @@ func TestOperationTimeoutInALongCycle(t *testing.T) {
 
 // If an operation on a cached tensor times out, the error names the missing rank too.
 func TestOperationTimeoutOfACachedTensor(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
-			for range 2 {
-				c.each(func(r int) {
-					if err := c.wait(c.late(r, "x")); err != nil {
-						t.Errorf("rank %d: %v", r, err)
-					}
-				})
-			}
-			began := time.Now()
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		for range 2 {
 			c.each(func(r int) {
-				if r == 1 {
-					<-c.engines[r].Ended()
-				}
-				wantTimeout(t, r, c.wait(c.late(r, "x")), 0, 1)
-				if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
-					t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
+				if err := c.wait(c.late(r, "x")); err != nil {
+					t.Errorf("rank %d: %v", r, err)
 				}
 			})
-			c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), 0, 1) })
+		}
+		began := time.Now()
+		c.each(func(r int) {
+			if r == 1 {
+				<-c.engines[r].Ended()
+			}
+			wantTimeout(t, r, c.wait(c.late(r, "x")), 0, 1)
+			if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
+				t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
+			}
 		})
+		c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), 0, 1) })
 	})
 }
 
 // If an operation was granted but is not done within its timeout, the error names the rank that does not
 // finish it.
 func TestOperationTimeoutWhileExecuting(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
-			release := make(chan struct{})
-			c.each(func(r int) {
-				e := gather("gather", allocate)
-				switch r {
-				case 0:
-					e.Timeout = testTimeout
-				case 2:
-					e.Allocate = func(n int) []byte {
-						<-release
-						return allocate(n)
-					}
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		release := make(chan struct{})
+		c.each(func(r int) {
+			e := gather("gather", allocate)
+			switch r {
+			case 0:
+				e.Timeout = testTimeout
+			case 2:
+				e.Allocate = func(n int) []byte {
+					<-release
+					return allocate(n)
 				}
-				done := c.submit(r, e)
-				if r != 2 {
-					err := c.wait(done)
-					var peer *engine.PeerError
-					if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) ||
-						!strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
-						t.Errorf("rank %d: got error %v, want a timeout that names rank 2", r, err)
-					}
-					return
+			}
+			done := c.submit(r, e)
+			if r != 2 {
+				err := c.wait(done)
+				var peer *engine.PeerError
+				if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) ||
+					!strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
+					t.Errorf("rank %d: got error %v, want a timeout that names rank 2", r, err)
 				}
-				time.Sleep(2 * testTimeout)
-				close(release)
-				if err := c.wait(done); err == nil {
-					t.Error("rank 2: the operation that was cut off gave no error")
-				}
-			})
-			c.each(func(r int) {
-				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err == nil {
-					t.Errorf("rank %d: shutdown after the timeout gave no error", r)
-				}
-			})
+				return
+			}
+			time.Sleep(2 * testTimeout)
+			close(release)
+			if err := c.wait(done); err == nil {
+				t.Error("rank 2: the operation that was cut off gave no error")
+			}
+		})
+		c.each(func(r int) {
+			if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err == nil {
+				t.Errorf("rank %d: shutdown after the timeout gave no error", r)
+			}
 		})
 	})
 }
@@ -401,45 +391,41 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 // If operations end within their timeouts, in any order, the job does not fail later because of these
 // timeouts.
 func TestOperationsInTime(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
-			c.each(func(r int) {
-				for range 3 {
-					x, y := c.late(r, "x"), c.late(r, "y")
-					if r == 1 {
-						time.Sleep(testTimeout / 2)
-					}
-					for _, done := range []chan error{c.late(r, "z"), y, x} {
-						if err := c.wait(done); err != nil {
-							t.Errorf("rank %d: %v", r, err)
-						}
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		c.each(func(r int) {
+			for range 3 {
+				x, y := c.late(r, "x"), c.late(r, "y")
+				if r == 1 {
+					time.Sleep(testTimeout / 2)
+				}
+				for _, done := range []chan error{c.late(r, "z"), y, x} {
+					if err := c.wait(done); err != nil {
+						t.Errorf("rank %d: %v", r, err)
 					}
 				}
-			})
-			time.Sleep(3 * testTimeout)
-			c.shutdown()
+			}
 		})
+		time.Sleep(3 * testTimeout)
+		c.shutdown()
 	})
 }
 
 // With the maximum timeout, an operation never times out.
 func TestOperationWithoutDeadline(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
-			c.each(func(r int) {
-				e := sum("x", make([]byte, 8))
-				e.Timeout = math.MaxInt64
-				if r == 1 {
-					time.Sleep(testTimeout)
-				}
-				if err := c.wait(c.submit(r, e)); err != nil {
-					t.Errorf("rank %d: %v", r, err)
-				}
-			})
-			c.shutdown()
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		c.each(func(r int) {
+			e := sum("x", make([]byte, 8))
+			e.Timeout = math.MaxInt64
+			if r == 1 {
+				time.Sleep(testTimeout)
+			}
+			if err := c.wait(c.submit(r, e)); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
 		})
+		c.shutdown()
 	})
 }
 
@@ -486,33 +472,31 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 // Steps use the same tensor name again and again and take a little less than the heartbeat period. They are
 // not reported as one long operation, even if every heartbeat names this tensor.
 func TestRepeatedNameIsNoStall(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		synctest.Test(t, func(t *testing.T) {
-			var reported reports
-			c := start(t, 2, func(cfg *engine.Config) {
-				reported.attach(cfg)
-				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, 30*time.Second, 30*time.Second
-			})
-			c.each(func(r int) {
-				for step := range 50 {
-					e := gather("x", func(n int) []byte {
-						long := 990 * time.Millisecond
-						if step == 0 {
-							long = 2500 * time.Millisecond // from now on heartbeats report the name
-						}
-						<-time.After(long)
-						return allocate(n)
-					})
-					if err := c.wait(c.submit(r, e)); err != nil {
-						t.Errorf("rank %d: step %d: %v", r, step, err)
-						return
-					}
-				}
-			})
-			if got := reported.take(); len(got) > 0 {
-				t.Errorf("got reports %v, want none", got)
-			}
-			c.shutdown()
+	inBubbles(t, func(t *testing.T, lockstep bool) {
+		var reported reports
+		c := start(t, 2, func(cfg *engine.Config) {
+			reported.attach(cfg)
+			cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, 30*time.Second, 30*time.Second
 		})
+		c.each(func(r int) {
+			for step := range 50 {
+				e := gather("x", func(n int) []byte {
+					long := 990 * time.Millisecond
+					if step == 0 {
+						long = 2500 * time.Millisecond // from now on heartbeats report the name
+					}
+					<-time.After(long)
+					return allocate(n)
+				})
+				if err := c.wait(c.submit(r, e)); err != nil {
+					t.Errorf("rank %d: step %d: %v", r, step, err)
+					return
+				}
+			}
+		})
+		if got := reported.take(); len(got) > 0 {
+			t.Errorf("got reports %v, want none", got)
+		}
+		c.shutdown()
 	})
 }
