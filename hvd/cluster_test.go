@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -41,12 +42,8 @@ func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *h
 	t.Helper()
 	engines(t, n, func(ctx context.Context, e *hvd.Engine) {
 		f(ctx, e)
-		if err := hvd.Barrier(ctx, hvd.Name("end of the test"), hvd.On(e)); err != nil {
-			t.Errorf("rank %d: %v", e.Rank(), err)
-		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Errorf("rank %d: %v", e.Rank(), err)
-		}
+		noError(t, hvd.Barrier(ctx, hvd.Name("end of the test"), hvd.On(e)))
+		noError(t, e.Shutdown(ctx))
 	}, []hvd.InitOption{hvd.WithProcessSets(sets...)}, settings...)
 }
 
@@ -66,14 +63,37 @@ func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), op
 		}
 	})
 	defer stop()
-	ranks(n, func(r int) {
-		e, err := hvd.New(ctx, append(place(kv, r, n, settings...), opts...)...)
-		if err != nil {
-			t.Errorf("rank %d: %v", r, err)
-			return
-		}
-		f(ctx, e)
+	ranks(t, n, func(r int) {
+		ended := false
+		defer func() {
+			if !ended {
+				cancel() // so that the other ranks do not wait for this one
+			}
+		}()
+		f(ctx, must(hvd.New(ctx, append(place(kv, r, n, settings...), opts...)...)))
+		ended = true
 	})
+}
+
+// failure is what must panics with.
+type failure struct{ error }
+
+// must returns the result of a call without which a rank cannot go on. If the call has failed, the rank ends,
+// and ranks reports the error.
+func must[T any](v T, err error) T {
+	if err != nil {
+		_, file, line, _ := runtime.Caller(1)
+		panic(failure{fmt.Errorf("%s:%d: %w", filepath.Base(file), line, err)})
+	}
+	return v
+}
+
+// noError reports an error of a call.
+func noError(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Error(err)
+	}
 }
 
 // runModes calls run with two ranks and with three ranks, in both modes of negotiation.
@@ -99,13 +119,37 @@ func checkUsable(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor 
 	}
 }
 
-// ranks calls f for the ranks 0 to n-1 concurrently and waits for all calls.
-func ranks(n int, f func(r int)) {
+// ranks calls f for the ranks 0 to n-1 concurrently and waits for all calls. It reports the errors with which
+// must ends ranks.
+func ranks(t testing.TB, n int, f func(r int)) {
+	t.Helper()
 	var wg sync.WaitGroup
 	for r := range n {
-		wg.Go(func() { f(r) })
+		wg.Go(func() {
+			defer func() {
+				switch p := recover().(type) {
+				case nil:
+				case failure:
+					t.Errorf("rank %d: %v", r, p.error)
+				default:
+					panic(p)
+				}
+			}()
+			f(r)
+		})
 	}
 	wg.Wait()
+}
+
+// meeting returns a store in which the ranks of a test can meet, and a context that ends at the deadline.
+func meeting(t *testing.T) (context.Context, store.Store) {
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	kv := store.NewHashStore(store.Limits{})
+	t.Cleanup(func() {
+		cancel()
+		kv.Close()
+	})
+	return ctx, kv
 }
 
 // place returns the options that make rank r of a job with n ranks meet the other ranks in the store kv. The

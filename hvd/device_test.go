@@ -186,12 +186,8 @@ func TestDeviceSets(t *testing.T) {
 				continue
 			}
 			x := d.buffer(1, float32(i))
-			h, err := cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Over(set),
-				hvd.Name(fmt.Sprint("x", i)))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			h := must(cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Over(set),
+				hvd.Name(fmt.Sprint("x", i))))
 			all = append(all, submitted{h, x, set.Size()})
 		}
 		for _, s := range all {
@@ -222,9 +218,7 @@ func TestDeviceJoin(t *testing.T) {
 			}
 			d.want(fmt.Sprint("step ", step), x, err, n, 2*n)
 		}
-		if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-			t.Error(err)
-		}
+		must(hvd.Join(ctx, hvd.On(e)))
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 }
@@ -552,9 +546,7 @@ func TestDeviceTimeline(t *testing.T) {
 	type buffers = []cuda.Buffer[float32]
 	dir := t.TempDir()
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
-		if err := e.StartTimeline(filepath.Join(dir, "t.json"), false); err != nil {
-			t.Error(err)
-		}
+		noError(t, e.StartTimeline(filepath.Join(dir, "t.json"), false))
 		d, on := openDevice(t, e.Rank()), hvd.On(e)
 		defer d.stream.Close()
 		x, y, z := d.buffer(1, 2), d.buffer(3), d.buffer(0, 0, 0, 0)
@@ -569,20 +561,10 @@ func TestDeviceTimeline(t *testing.T) {
 		d.check(err)
 		d.check(cuda.Reducescatter(ctx, x, y, hvd.Name("reducescatter"), on))
 		d.check(cuda.Allreduce(ctx, y, y, hvd.Name("adasum"), hvd.Op(hvd.Adasum), on))
-		if err := e.StopTimeline(); err != nil {
-			t.Error(err)
-		}
-		text, err := os.Open(filepath.Join(dir, []string{"t.json", "t.rank1.json"}[e.Rank()]))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		noError(t, e.StopTimeline())
+		text := must(os.Open(filepath.Join(dir, []string{"t.json", "t.rank1.json"}[e.Rank()])))
 		defer text.Close()
-		all, err := timelinetest.Read(text)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		all := must(timelinetest.Read(text))
 		const wait, in, out = "WAIT_FOR_DATA", "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"
 		for name, want := range map[string][]string{
 			"group0":        {"INIT_NCCL", wait, in, "NCCL_ALLREDUCE", out},
@@ -665,12 +647,8 @@ func TestDeviceInHost(t *testing.T) {
 			d.want("allreduce while rank 1 has joined", y,
 				cuda.Allreduce(ctx, y, y, hvd.Op(hvd.Max), hvd.Prescale(2), on), 4, 4)
 		}
-		if _, err := hvd.Join(ctx, on); err != nil {
-			t.Error(err)
-		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Error(err)
-		}
+		must(hvd.Join(ctx, on))
+		noError(t, e.Shutdown(ctx))
 	}, []hvd.InitOption{hvd.WithLogger(writesTo(core))}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 	warnings := make(map[string]int)

@@ -32,9 +32,7 @@ func TestDeviceChoices(t *testing.T) {
 		d.want("alltoall", z, err, [][]float32{{0, 1}, {7, 7}}[e.Rank()]...)
 		err = cuda.Reducescatter(ctx, y, portion(z, 0, 2), hvd.Op(hvd.Sum), on)
 		d.want("reducescatter", z, err, 4, 2)
-		if err := e.Shutdown(ctx); err != nil {
-			t.Error(err)
-		}
+		noError(t, e.Shutdown(ctx))
 	}, []hvd.InitOption{hvd.WithLogger(writesTo(core))}, "HOROVOD_GPU_OPERATIONS", "host",
 		"HOROVOD_GPU_ALLGATHER", "nccl", "HOROVOD_GPU_ALLTOALL", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),
 		"HVD_CUDART_LIBRARY", testcuda.CUDA())

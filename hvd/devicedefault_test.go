@@ -29,7 +29,7 @@ func TestDeviceDefault(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			kv := store.NewHashStore(store.Limits{})
 			defer kv.Close()
-			ranks(2, func(r int) {
+			ranks(t, 2, func(r int) {
 				library := []string{testcuda.NCCL(), c.library}[r]
 				ctx, cancel := context.WithTimeout(t.Context(), deadline)
 				defer cancel()

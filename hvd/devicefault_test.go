@@ -61,7 +61,7 @@ func TestDeviceLibraries(t *testing.T) {
 		{"HVD_CUDART_LIBRARY", "/missing/libcudart.so.12", "/missing/libcudart.so.12"},
 	} {
 		kv := store.NewHashStore(store.Limits{})
-		ranks(2, func(r int) {
+		ranks(t, 2, func(r int) {
 			libraries := map[string]string{"HVD_NCCL_LIBRARY": testcuda.NCCL(), "HVD_CUDART_LIBRARY": testcuda.CUDA()}
 			if r == 1 {
 				libraries[c.setting] = c.file

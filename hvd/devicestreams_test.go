@@ -39,12 +39,8 @@ func TestDeviceStreamsFit(t *testing.T) {
 			}
 			x, y := d.buffer(1, float32(i)), d.buffer(2)
 			group := []cuda.Buffer[float32]{x, y}
-			h, err := cuda.GroupedAllreduceAsync(group, group, hvd.Op(hvd.Sum), hvd.Over(set),
-				hvd.Name(fmt.Sprint("x", i)))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			h := must(cuda.GroupedAllreduceAsync(group, group, hvd.Op(hvd.Sum), hvd.Over(set),
+				hvd.Name(fmt.Sprint("x", i))))
 			all = append(all, submitted{h, x, y, set.Size()})
 		}
 		for _, s := range all {
@@ -73,27 +69,17 @@ func TestDeviceStreamsOverlap(t *testing.T) {
 		defer held.stream.Close()
 		on := hvd.On(e)
 		x, y := held.buffer(1), d.buffer(2)
-		h, err := cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("x"), on)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		h := must(cuda.AllreduceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("x"), on))
 		if set := e.ProcessSets()[2]; set.Included() {
-			if err := hvd.Barrier(ctx, hvd.Name("all have submitted it"), hvd.Over(set)); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.Name("all have submitted it"), hvd.Over(set)))
 		}
 		if other := e.ProcessSets()[1]; other.Included() {
 			d.want("of the other set", y, cuda.Allreduce(ctx, y, y, hvd.Op(hvd.Sum), hvd.Over(other)), 4)
 			if h.Poll() {
 				t.Errorf("rank %d: the operation has not waited for the stream of its input", e.Rank())
 			}
-			if err := hvd.Barrier(ctx, hvd.Name("both have polled"), hvd.Over(other)); err != nil {
-				t.Error(err)
-			}
-			if err := os.WriteFile(gate, nil, 0o600); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.Name("both have polled"), hvd.Over(other)))
+			noError(t, os.WriteFile(gate, nil, 0o600))
 		}
 		d.want("of all ranks", x, wait(ctx, h), 3)
 	}, "HOROVOD_NUM_NCCL_STREAMS", "2", "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),

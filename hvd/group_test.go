@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -105,12 +106,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 						some[i], lengths[i] = types[rng.IntN(len(types))], rng.IntN(40)
 					}
 					for round := range 3 {
-						single, err := hvd.AllreduceAsync([]float32{1}, hvd.Op(hvd.Sum), hvd.Name("beside"),
-							hvd.On(e))
-						if err != nil {
-							t.Error(err)
-							return
-						}
+						single := must(hvd.AllreduceAsync([]float32{1}, hvd.Op(hvd.Sum), hvd.Name("beside"),
+							hvd.On(e)))
 						got, err := mixed(ctx, e, "mixed", tensor.Sum, round == 1, some, lengths)
 						if err != nil {
 							t.Errorf("%v: %v", some, err)
@@ -147,11 +144,7 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 				if e.Rank() < 2 {
 					// In the first tensor, rank 0 has 1 and 2, and rank 1 has 2 and 4. In the second, rank 0
 					// has 2, 3 and 4, and rank 1 has twice as much.
-					got, err := mixed(ctx, e, "average", tensor.Average, false, types, lengths)
-					if err != nil {
-						t.Error(err)
-						return
-					}
+					got := must(mixed(ctx, e, "average", tensor.Average, false, types, lengths))
 					if f, want := tensor.View[float32](got[0]), []float32{1, 2}; !slices.Equal(f, want) {
 						t.Errorf("rank %d: average of float32 is %v, want %v", e.Rank(), f, want)
 					}
@@ -159,9 +152,7 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 						t.Errorf("rank %d: average of int64 is %v, want %v", e.Rank(), n, want)
 					}
 				}
-				if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				must(hvd.Join(ctx, hvd.On(e)))
 			}, settings...)
 		})
 	}
@@ -180,9 +171,7 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 				t.Errorf("got %v, want the misuse", err)
 			}
 		}
-		if _, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}}, hvd.On(e)); err != nil {
-			t.Error(err)
-		}
+		must(hvd.GroupedAllreduce(ctx, [][]int32{{1}}, hvd.On(e)))
 	})
 }
 
@@ -196,9 +185,7 @@ func TestMismatchedTypesInAGroup(t *testing.T) {
 		}
 		_, err := mixed(ctx, e, "g", tensor.Sum, false, types, []int{1, 1})
 		const want = `allreduce "g": mismatched data types of tensor 2 of 2`
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("rank %d: got %v, want %q", e.Rank(), err, want)
-		}
+		testnet.WantError(t, err, want)
 		checkUsable(ctx, t, e.ProcessSets()[0], "g")
 	})
 }
@@ -215,11 +202,7 @@ func TestAdasumOfAGroup(t *testing.T) {
 						xs[i] = append(xs[i], float32(rng.NormFloat64()))
 					}
 				}
-				group, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Adasum), hvd.On(e))
-				if err != nil {
-					t.Error(err)
-					return
-				}
+				group := must(hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Adasum), hvd.On(e)))
 				for i, x := range xs {
 					want, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), name("single %d", i), hvd.On(e))
 					if err != nil || !slices.Equal(group[i], want) {
@@ -313,12 +296,8 @@ func TestLargeGroup(t *testing.T) {
 					if c.title == "fed back" {
 						xs[0][0], want[0][0] = 1+third, 1+float32(step)/1024
 					}
-					got, err := hvd.GroupedAllreduce(ctx, xs,
-						as[hvd.GroupedAllreduceOption](append(c.options, hvd.Name("g"), hvd.On(e)))...)
-					if err != nil {
-						t.Error(err)
-						return
-					}
+					got := must(hvd.GroupedAllreduce(ctx, xs,
+						as[hvd.GroupedAllreduceOption](append(c.options, hvd.Name("g"), hvd.On(e)))...))
 					for i := range xs {
 						if !bytes.Equal(tensor.Bytes(got[i]), tensor.Bytes(want[i])) {
 							t.Errorf("rank %d: tensor %d is another in step %d", e.Rank(), i, step)
@@ -354,9 +333,7 @@ func TestLargeGroupBesideAJoin(t *testing.T) {
 						}
 					}
 				}
-				if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				must(hvd.Join(ctx, hvd.On(e)))
 			}, settings...)
 		})
 	}
@@ -369,11 +346,7 @@ func TestResultsOfAGroupAreApart(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		a, b := []int32{1}, []int32{2}
 		xs := [][]int32{a, b}
-		g, err := hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		g := must(hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.On(e)))
 		xs[0], xs[1] = nil, nil
 		got, err := g.Wait(ctx)
 		if err != nil || len(got) != 2 || len(got[0]) != 1 {
@@ -403,10 +376,8 @@ func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 		for _, more := range [][]any{nil, {hvd.CompressFP16(), hvd.ErrorFeedback()}} {
 			opts := append(more, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
 			once := func() {
-				if _, err := hvd.GroupedAllreduce(ctx, xs,
-					as[hvd.GroupedAllreduceOption](opts)...); err != nil {
-					t.Error(err)
-				}
+				must(hvd.GroupedAllreduce(ctx, xs,
+					as[hvd.GroupedAllreduceOption](opts)...))
 			}
 			for range 100 {
 				once()

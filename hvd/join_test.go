@@ -41,24 +41,12 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 					hvd.On(e)); err != nil || got[0] != 2 {
 					t.Errorf("rank %d: got %v and error %v, want 2", e.Rank(), got, err)
 				}
-				if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				must(hvd.Join(ctx, hvd.On(e)))
 				continue
 			}
-			sum, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			rows, err := hvd.AllgatherAsync([]int32{0}, hvd.Name("rows"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			sum := must(hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"), hvd.On(e)))
+			rows := must(hvd.AllgatherAsync([]int32{0}, hvd.Name("rows"), hvd.On(e)))
+			must(hvd.Join(ctx, hvd.On(e)))
 			// The join completes after all operations that this rank submitted before it.
 			if !sum.Poll() || !rows.Poll() {
 				t.Error("the join is done before the operations that were submitted before it")
@@ -79,11 +67,7 @@ func TestNothingAfterTheJoin(t *testing.T) {
 	checked := make(chan struct{}, 2) // receives once for each other rank, before that rank joins
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		if e.Rank() == 0 {
-			j, err := hvd.JoinAsync(hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			j := must(hvd.JoinAsync(hvd.On(e)))
 			if j.Name() != "join.noname" || j.Poll() {
 				t.Errorf("the join %q is done: %v", j.Name(), j.Poll())
 			}
@@ -96,7 +80,7 @@ func TestNothingAfterTheJoin(t *testing.T) {
 						e.ProcessSets()[0]))
 				}
 			}
-			_, err = hvd.GroupedAllreduceAsync([][]float32{{1}}, hvd.On(e))
+			_, err := hvd.GroupedAllreduceAsync([][]float32{{1}}, hvd.On(e))
 			wantMisuse(t, err, "allreduce", "this rank has joined")
 			checked <- struct{}{}
 			checked <- struct{}{}
@@ -110,9 +94,7 @@ func TestNothingAfterTheJoin(t *testing.T) {
 			}
 		} else {
 			<-checked
-			if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Join(ctx, hvd.On(e)))
 		}
 		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	})
@@ -129,11 +111,7 @@ func TestJoinOnAProcessSet(t *testing.T) {
 				case 0:
 					checkUsable(ctx, t, sets[2], "x")
 				case 1:
-					j, err := hvd.JoinAsync(hvd.Over(sets[1]))
-					if err != nil {
-						t.Error(err)
-						return
-					}
+					j := must(hvd.JoinAsync(hvd.Over(sets[1])))
 					checkUsable(ctx, t, sets[2], "x")
 					if last, err := j.Wait(ctx); err != nil || last != 2 {
 						t.Errorf("got last rank %d and error %v, want 2", last, err)
@@ -160,23 +138,11 @@ func TestJoinOnAProcessSet(t *testing.T) {
 func TestUnnamedAfterAJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 * e.Rank() {
-			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Allreduce(ctx, []int32{1}, hvd.On(e)))
 		}
-		if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-			t.Error(err)
-		}
-		h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		names, err := hvd.Allgather(ctx, []byte(h.Name()+";"), hvd.Name("names"), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		must(hvd.Join(ctx, hvd.On(e)))
+		h := must(hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.On(e)))
+		names := must(hvd.Allgather(ctx, []byte(h.Name()+";"), hvd.Name("names"), hvd.On(e)))
 		if want := slices.Repeat([]byte(h.Name()+";"), e.Size()); !slices.Equal(names, want) {
 			t.Errorf("rank %d: after the join the ranks call an unnamed tensor %s", e.Rank(), names)
 			return // a wait for the join would never end, because the other ranks do not join
@@ -194,13 +160,9 @@ func TestShutdownDuringAJoin(t *testing.T) {
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
 			if e.Rank() == 1 {
 				// Rank 1 never joins.
-				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Barrier(ctx, hvd.On(e)))
 			} else {
-				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Barrier(ctx, hvd.On(e)))
 				if _, err := hvd.Join(ctx, hvd.On(e)); !isShutDown(err, 1) {
 					t.Errorf("rank %d: got error %v, want that rank 1 has shut down", e.Rank(), err)
 				}

@@ -11,7 +11,6 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/store"
 )
 
 // TestInitLeavesNothing runs forty rounds of Init, operations and Shutdown, with three ranks over TCP in one
@@ -26,10 +25,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		rounds    = 40
 		mostBytes = 256 << 10
 	)
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	running := goleak.IgnoreCurrent()
 	var files int
 	var bytes []uint64 // bytes in use on the heap after each round
@@ -38,7 +34,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		if round == warmup {
 			files = testnet.OpenFiles(t)
 		}
-		ranks(len(last), func(r int) {
+		ranks(t, len(last), func(r int) {
 			mode := []string{"event", "lockstep"}[round%2]
 			opts := append(place(kv, r, len(last), "HVD_NEGOTIATION", mode), hvd.WithProcessSets([]int{0, 2}))
 			if last[r] != nil {
@@ -60,9 +56,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		}
 		bytes = append(bytes, heap())
 	}
-	if err := goleak.Find(running); err != nil {
-		t.Error(err)
-	}
+	noError(t, goleak.Find(running))
 	eventually(ctx, t, func() error {
 		if now := testnet.OpenFiles(t); now > files {
 			return fmt.Errorf("%d files are open after %d rounds, %d after %d", now, rounds, files, warmup)
@@ -95,16 +89,10 @@ func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		checkAll(ctx, t, set, numbers[float32](), "")
 	}
 	x := make([]float32, 50_000)
-	if _, err := hvd.Allreduce(ctx, x, hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.Name("compressed"),
-		hvd.On(e)); err != nil {
-		t.Error(err)
-	}
-	if err := hvd.RemoveProcessSet(ctx, set); err != nil {
-		t.Error(err)
-	}
-	if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-		t.Error(err)
-	}
+	must(hvd.Allreduce(ctx, x, hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.Name("compressed"),
+		hvd.On(e)))
+	noError(t, hvd.RemoveProcessSet(ctx, set))
+	must(hvd.Join(ctx, hvd.On(e)))
 }
 
 // heap returns how many bytes are in use on the heap after a garbage collection.

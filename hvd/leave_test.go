@@ -42,14 +42,10 @@ func TestLeave(t *testing.T) {
 				}
 				submit()
 				for range 50 {
-					if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Over(set)); err != nil {
-						t.Error(err)
-					}
+					must(hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Over(set)))
 				}
 			}
-			if err := e.Shutdown(ctx); err != nil {
-				t.Errorf("rank %d: %v", e.Rank(), err)
-			}
+			noError(t, e.Shutdown(ctx))
 			if got, err := last[e.Rank()].Wait(ctx); err != nil || got[0] != 3 {
 				t.Errorf("rank %d: what all had submitted: got %v and error %v, want 3", e.Rank(), got, err)
 			}
@@ -63,9 +59,7 @@ func TestRankZeroDoesNotWait(t *testing.T) {
 	var idle sync.WaitGroup
 	idle.Add(3)
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
-		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-			t.Error(err)
-		}
+		noError(t, hvd.Barrier(ctx, hvd.On(e)))
 		idle.Done()
 		if e.Rank() == 0 {
 			idle.Wait()

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/url"
 	"strconv"
-	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
@@ -35,9 +34,10 @@ func newID(t testing.TB) hvd.UniqueID {
 }
 
 // startByID starts n ranks that know only a unique ID and their rank.
-func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOption) ([]*hvd.Engine, []error) {
+func startByID(ctx context.Context, t testing.TB, id hvd.UniqueID, n int,
+	more ...hvd.InitOption) ([]*hvd.Engine, []error) {
 	engines, errs := make([]*hvd.Engine, n), make([]error, n)
-	ranks(n, func(r int) {
+	ranks(t, n, func(r int) {
 		engines[r], errs[r] = hvd.New(ctx,
 			append([]hvd.InitOption{hvd.WithID(r, n, id), hvd.WithSetting("HVD_HOSTID", "one")}, more...)...)
 	})
@@ -45,9 +45,9 @@ func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOpti
 }
 
 // stop shuts down the engines that are not nil.
-func stop(ctx context.Context, engines []*hvd.Engine) error {
+func stop(ctx context.Context, t testing.TB, engines []*hvd.Engine) error {
 	errs := make([]error, len(engines))
-	ranks(len(engines), func(r int) {
+	ranks(t, len(engines), func(r int) {
 		if engines[r] != nil {
 			errs[r] = engines[r].Shutdown(ctx)
 		}
@@ -66,30 +66,24 @@ func TestInitWithID(t *testing.T) {
 	if hvd.Rank() != 0 || hvd.Size() != 1 {
 		t.Errorf("got rank %d of %d", hvd.Rank(), hvd.Size())
 	}
-	if err := hvd.Shutdown(ctx); err != nil {
-		t.Error(err)
-	}
+	noError(t, hvd.Shutdown(ctx))
 	if _, err := hvd.ParseUniqueID("no id"); err == nil {
 		t.Error("nonsense was taken for an id")
 	}
-	if _, err := hvd.NewUniqueID(ctx, hvd.WithSetting("HOROVOD_GLOO_IFACE", "no-such-if")); err == nil ||
-		!strings.Contains(err.Error(), "no-such-if") {
-		t.Errorf("an interface that is not there: got %v", err)
-	}
+	_, err := hvd.NewUniqueID(ctx, hvd.WithSetting("HOROVOD_GLOO_IFACE", "no-such-if"))
+	testnet.WantError(t, err, "no-such-if")
 }
 
 // TestDeviceOfTwo checks that Init fails at all ranks of a host if they name the same device. If all of them
 // pass true for share, Init must succeed.
 func TestDeviceOfTwo(t *testing.T) {
 	ctx := testnet.Context(t)
-	_, errs := startByID(ctx, newID(t), 3, hvd.WithDevice("GPU-1234", false))
-	for r, err := range errs {
-		if err == nil || !strings.Contains(err.Error(), "GPU-1234") {
-			t.Errorf("rank %d: got %v, want an error with the device", r, err)
-		}
+	_, errs := startByID(ctx, t, newID(t), 3, hvd.WithDevice("GPU-1234", false))
+	for _, err := range errs {
+		testnet.WantError(t, err, "GPU-1234")
 	}
-	engines, errs := startByID(ctx, newID(t), 3, hvd.WithDevice("GPU-1234", true))
-	if err := errors.Join(append(errs, stop(ctx, engines))...); err != nil {
+	engines, errs := startByID(ctx, t, newID(t), 3, hvd.WithDevice("GPU-1234", true))
+	if err := errors.Join(append(errs, stop(ctx, t, engines))...); err != nil {
 		t.Errorf("shared: %v", err)
 	}
 }
@@ -99,27 +93,24 @@ func TestDeviceOfTwo(t *testing.T) {
 func TestInitMethod(t *testing.T) {
 	ctx := testnet.Context(t)
 	path := t.TempDir() + "/meet"
-	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
-	ranks(2, func(r int) {
-		engines[r], errs[r] = hvd.New(ctx, hvd.WithInitMethod(fmt.Sprintf("file://%s?rank=%d&world_size=2",
-			path, r)))
+	meetTwo(ctx, t, func(r int) []hvd.InitOption {
+		return []hvd.InitOption{hvd.WithInitMethod(fmt.Sprintf("file://%s?rank=%d&world_size=2", path, r))}
 	})
-	if err := errors.Join(errs...); err != nil {
-		t.Fatal(err)
-	}
-	ranks(2, func(r int) {
-		sum, err := hvd.Allreduce(ctx, []int64{1}, hvd.Op(hvd.Sum), hvd.On(engines[r]))
+	_, err := hvd.New(ctx, hvd.WithInitMethod("zk://here"))
+	testnet.WantError(t, err, "no handler")
+}
+
+// meetTwo starts two ranks with the given options. They reduce a tensor and shut down.
+func meetTwo(ctx context.Context, t *testing.T, opts func(r int) []hvd.InitOption) {
+	t.Helper()
+	ranks(t, 2, func(r int) {
+		e := must(hvd.New(ctx, opts(r)...))
+		sum, err := hvd.Allreduce(ctx, []int64{1}, hvd.Op(hvd.Sum), hvd.On(e))
 		if err != nil || sum[0] != 2 {
 			t.Errorf("rank %d: got %v, %v", r, sum, err)
 		}
+		noError(t, e.Shutdown(ctx))
 	})
-	if err := stop(ctx, engines); err != nil {
-		t.Error(err)
-	}
-	_, err := hvd.New(ctx, hvd.WithInitMethod("zk://here"))
-	if err == nil || !strings.Contains(err.Error(), "no handler") {
-		t.Errorf("got %v, want that there is no such method", err)
-	}
 }
 
 // TestInitScheme checks that ranks can meet by an init method that the program has registered, and that an
@@ -128,8 +119,7 @@ func TestInitScheme(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
-	ranks(2, func(r int) {
+	meetTwo(ctx, t, func(r int) []hvd.InitOption {
 		own := hvd.WithInitScheme("own", func(_ context.Context, u *url.URL) (store.Store, int, int, error) {
 			if u.Host != "here" || u.Query().Get("rank") != strconv.Itoa(r) ||
 				u.Query().Get("world_size") != "2" {
@@ -137,28 +127,14 @@ func TestInitScheme(t *testing.T) {
 			}
 			return store.NewPrefixStore("job", kv), r, 2, nil
 		})
-		engines[r], errs[r] = hvd.New(ctx, own, hvd.WithSetting("HVD_INIT_METHOD", "own://here"),
-			hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", "2"))
+		return []hvd.InitOption{own, hvd.WithSetting("HVD_INIT_METHOD", "own://here"),
+			hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", "2")}
 	})
-	if err := errors.Join(errs...); err != nil {
-		t.Fatal(err)
-	}
-	ranks(2, func(r int) {
-		sum, err := hvd.Allreduce(ctx, []int64{1}, hvd.Op(hvd.Sum), hvd.On(engines[r]))
-		if err != nil || sum[0] != 2 {
-			t.Errorf("rank %d: got %v, %v", r, sum, err)
-		}
-	})
-	if err := stop(ctx, engines); err != nil {
-		t.Error(err)
-	}
 	broken := hvd.WithInitScheme("own", func(context.Context, *url.URL) (store.Store, int, int, error) {
 		return nil, 0, 0, errors.New("no store")
 	})
-	if _, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here")); err == nil ||
-		!strings.Contains(err.Error(), "init method own://: no store") {
-		t.Errorf("got %v, want the error of the program's own method", err)
-	}
+	_, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here"))
+	testnet.WantError(t, err, "init method own://: no store")
 }
 
 // BenchmarkInitWithID measures how long it takes until all ranks, in one process, have met by a unique ID and
@@ -168,15 +144,13 @@ func BenchmarkInitWithID(b *testing.B) {
 		b.Run(strconv.Itoa(n), func(b *testing.B) {
 			for b.Loop() {
 				id := newID(b)
-				var engines []*hvd.Engine
-				var errs []error
-				engines, errs = startByID(b.Context(), id, n, hvd.WithSetting("HOROVOD_CPU_OPERATIONS",
-					"tcp"))
+				engines, errs := startByID(b.Context(), b, id, n,
+					hvd.WithSetting("HOROVOD_CPU_OPERATIONS", "tcp"))
 				if err := errors.Join(errs...); err != nil {
 					b.Fatal(err)
 				}
 				b.StopTimer()
-				if err := stop(context.Background(), engines); err != nil {
+				if err := stop(context.Background(), b, engines); err != nil {
 					b.Fatal(err)
 				}
 				b.StartTimer()

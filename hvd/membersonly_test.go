@@ -47,7 +47,7 @@ func TestMembersAddSets(t *testing.T) {
 			for round := range 2 {
 				sets := make([]*hvd.ProcessSet, len(groups))
 				order := rand.Perm(len(groups))
-				ranks(len(groups), func(i int) {
+				ranks(t, len(groups), func(i int) {
 					g := groups[order[i]]
 					if !slices.Contains(g.ranks, e.Rank()) {
 						return
@@ -72,7 +72,7 @@ func TestMembersAddSets(t *testing.T) {
 				if all := e.ProcessSets(); len(all) != 1+len(mine) {
 					t.Errorf("rank %d: process sets %v, want the global one and %v", e.Rank(), all, mine)
 				}
-				ranks(len(mine), func(i int) {
+				ranks(t, len(mine), func(i int) {
 					checkAll(ctx, t, mine[i], numbers[int32](), "")
 					if err := hvd.RemoveProcessSet(ctx, mine[i]); err != nil {
 						t.Errorf("rank %d: removing: %v", e.Rank(), err)
@@ -103,22 +103,14 @@ func passOn(ctx context.Context, t *testing.T, set *hvd.ProcessSet) {
 		return
 	}
 	next, before := all[(me+1)%len(all)], all[(me+len(all)-1)%len(all)]
-	h, err := hvd.SendAsync([]int32{int32(set.ID())}, next, 7, hvd.Over(set))
-	if err != nil {
-		t.Error(err)
-		return
-	}
+	h := must(hvd.SendAsync([]int32{int32(set.ID())}, next, 7, hvd.Over(set)))
 	got := make([]int32, 1)
 	if _, err := hvd.Recv(ctx, got, before, 7, hvd.Over(set)); err != nil || int(got[0]) != set.ID() {
 		t.Errorf("%v: got %v and error %v from rank %d", set, got, err, before)
 	}
-	if _, err := h.Wait(ctx); err != nil {
-		t.Error(err)
-	}
+	must(h.Wait(ctx))
 	// No member receives this message, which is dropped with the set.
-	if err := hvd.Send(ctx, []int32{0}, before, 8, hvd.Over(set)); err != nil {
-		t.Error(err)
-	}
+	noError(t, hvd.Send(ctx, []int32{0}, before, 8, hvd.Over(set)))
 }
 
 // TestMembersDisagree checks the errors of members that name different ranks, and that names can be used
@@ -156,9 +148,7 @@ func TestUnusedSetsAreCheap(t *testing.T) {
 	var before, during, after cost
 	measure := func(ctx context.Context, e *hvd.Engine, c *cost) {
 		for range 2 { // in between, only rank 0 does something
-			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-				t.Errorf("rank %d: %v", e.Rank(), err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.On(e)))
 			if e.Rank() == 0 && c.heapBytes == 0 {
 				files := testnet.OpenFiles(t)
 				runtime.GC()
@@ -180,9 +170,7 @@ func TestUnusedSetsAreCheap(t *testing.T) {
 		}
 		measure(ctx, e, &during)
 		for _, set := range added {
-			if err := hvd.RemoveProcessSet(ctx, set); err != nil {
-				t.Errorf("rank %d: %v", e.Rank(), err)
-			}
+			noError(t, hvd.RemoveProcessSet(ctx, set))
 		}
 		measure(ctx, e, &after)
 	})

@@ -18,9 +18,7 @@ func TestMessagesFromAnySource(t *testing.T) {
 			return
 		}
 		if e.Rank() == 2 {
-			if err := hvd.Send(ctx, []bool{true, false}, 0, 3, hvd.Over(set)); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Send(ctx, []bool{true, false}, 0, 3, hvd.Over(set)))
 			if source, err := hvd.Recv(ctx, []int8{0}, 0, 4, hvd.Over(set)); err != nil || source != 0 {
 				t.Errorf("got rank %d and error %v", source, err)
 			}
@@ -31,9 +29,7 @@ func TestMessagesFromAnySource(t *testing.T) {
 		if err != nil || source != 2 || !got[0] || got[1] {
 			t.Errorf("got %v from rank %d and error %v", got, source, err)
 		}
-		if err := hvd.Send(ctx, []int8{1}, 2, 4, hvd.Over(set)); err != nil {
-			t.Error(err)
-		}
+		noError(t, hvd.Send(ctx, []int8{1}, 2, 4, hvd.Over(set)))
 	})
 }
 
@@ -54,9 +50,7 @@ func TestMessagesRefused(t *testing.T) {
 		}
 		if me == 0 {
 			for _, x := range [][]float32{make([]float32, 3), {4, 5}} {
-				if err := hvd.Send(ctx, x, 1, 7, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Send(ctx, x, 1, 7, hvd.On(e)))
 			}
 			return
 		}
@@ -95,13 +89,9 @@ func TestMessagesOfALeaver(t *testing.T) {
 					if other := 1 - e.Rank(); e.Rank() != leaver {
 						awaitLeaver(ctx, t, e, other, sends)
 					} else if sends {
-						if err := hvd.Send(ctx, []int8{5}, other, 1, hvd.On(e)); err != nil {
-							t.Error(err)
-						}
+						noError(t, hvd.Send(ctx, []int8{5}, other, 1, hvd.On(e)))
 					}
-					if err := e.Shutdown(ctx); err != nil {
-						t.Errorf("rank %d: %v", e.Rank(), err)
-					}
+					noError(t, e.Shutdown(ctx))
 				}, nil, mode...)
 			}
 		}
@@ -129,19 +119,13 @@ func awaitLeaver(ctx context.Context, t *testing.T, e *hvd.Engine, leaver int, s
 func TestMessagesOfARankThatHasLeft(t *testing.T) {
 	left := make(chan struct{})
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
-		set, err := hvd.AddProcessSet(ctx, []int{0, 1, 2}, hvd.MembersOnly(), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		set := must(hvd.AddProcessSet(ctx, []int{0, 1, 2}, hvd.MembersOnly(), hvd.On(e)))
 		options := [][]any{{hvd.On(e)}, {hvd.On(e), hvd.Over(set)}}
 		for i, o := range options {
 			for _, other := range []int{0, 2} {
 				if e.Rank() == 1 {
-					if err := hvd.Send(ctx, []int8{int8(i)}, other, 1,
-						as[hvd.MessageOption](o)...); err != nil {
-						t.Error(err)
-					}
+					noError(t, hvd.Send(ctx, []int8{int8(i)}, other, 1,
+						as[hvd.MessageOption](o)...))
 				}
 			}
 		}
@@ -160,9 +144,7 @@ func TestMessagesOfARankThatHasLeft(t *testing.T) {
 				}
 			}
 		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Errorf("rank %d: %v", e.Rank(), err)
-		}
+		noError(t, e.Shutdown(ctx))
 		if e.Rank() == 1 {
 			close(left)
 		}
@@ -180,9 +162,7 @@ func TestMessagesPending(t *testing.T) {
 				t.Errorf("got error %v, want a PendingError", err)
 			}
 		}
-		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-			t.Error(err)
-		}
+		noError(t, hvd.Barrier(ctx, hvd.On(e)))
 	})
 	_, err := late.Handle.(*hvd.Handle[int]).Wait(t.Context())
 	if !errors.Is(err, hvd.ErrShutDown) {

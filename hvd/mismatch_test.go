@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -242,12 +243,8 @@ func TestMismatchInAGroup(t *testing.T) {
 		p := &part{e: e, odd: e.Rank() == e.Size()-1}
 		for range 2 {
 			xs := [][]int32{{1}, make([]int32, pick(p, 2, 3)), {1, 2, 3}}
-			g, err := hvd.GroupedReducescatterAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			_, err = g.Wait(ctx)
+			g := must(hvd.GroupedReducescatterAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e)))
+			_, err := g.Wait(ctx)
 			want := p.expand(`hvd: reducescatter "g_1of3": its group "g" failed: reducescatter "g_2of3": mismatched shapes: MOST sent int32[2], ODD sent int32[3]`)
 			var mismatch *hvd.MismatchError
 			if !errors.As(err, &mismatch) || err.Error() != want {
@@ -350,9 +347,7 @@ func TestMismatchedProcessSets(t *testing.T) {
 				}
 			}
 		}
-		if err := remove(one); err != nil {
-			t.Error(err)
-		}
+		noError(t, remove(one))
 		var usage *hvd.UsageError
 		if err := remove(one); !errors.As(err, &usage) || !errors.Is(err, hvd.ErrNoProcessSet) {
 			t.Errorf("rank %d: a second removal: got error %v, want a UsageError with ErrNoProcessSet",
@@ -365,30 +360,22 @@ func TestMismatchedProcessSets(t *testing.T) {
 // TestMismatchedStaticProcessSets checks that Init fails at all ranks if the ranks pass different process
 // sets.
 func TestMismatchedStaticProcessSets(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	sets := [][][]int{{{0}, {1, 2}}, {{0}, {2, 1}}, {{1, 2}, {0}}}
-	ranks(3, func(r int) {
+	ranks(t, 3, func(r int) {
 		e, err := hvd.New(ctx, append(place(kv, r, 3), hvd.WithProcessSets(sets[r]...))...)
 		if err == nil {
 			e.Shutdown(ctx)
 		}
 		const want = "the list of process sets is [0][1 2] at ranks 0 and 1, [1 2][0] at rank 2"
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("rank %d: got error %v, want %s", r, err, want)
-		}
+		testnet.WantError(t, err, want)
 	})
 }
 
 // TestMismatchedListOfManyProcessSets checks that Init compares long lists of process sets by a hash. Ten
 // ranks pass about a thousand sets each, but the last rank passes one set fewer. All ranks must get an error.
 func TestMismatchedListOfManyProcessSets(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	const size = 10
 	var sets [][]int
 	for mask := 1; mask < 1<<size-1; mask++ {
@@ -400,7 +387,7 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 		}
 		sets = append(sets, members)
 	}
-	ranks(size, func(r int) {
+	ranks(t, size, func(r int) {
 		given := sets
 		if r == size-1 {
 			given = sets[:len(sets)-1]
@@ -410,9 +397,7 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 			e.Shutdown(ctx)
 		}
 		const want = ", 1021 sets with hash "
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("rank %d: got error %v, want %s", r, err, want)
-		}
+		testnet.WantError(t, err, want)
 	})
 }
 
@@ -457,11 +442,7 @@ func TestImpossibleProcessSets(t *testing.T) {
 				"the global process set cannot be removed")
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, new(hvd.ProcessSet)), "remove process set",
 				"process set is nil or a zero ProcessSet")
-			alone, err := hvd.New(ctx)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			alone := must(hvd.New(ctx))
 			defer alone.Shutdown(ctx)
 			theirs := alone.ProcessSets()[0]
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, theirs, hvd.On(e)), "remove process set",
@@ -502,14 +483,12 @@ func TestThreadAffinityRefused(t *testing.T) {
 	} {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
-		ranks(2, func(r int) {
+		ranks(t, 2, func(r int) {
 			e, err := hvd.New(ctx, place(kv, r, 2, "HOROVOD_THREAD_AFFINITY", list)...)
 			if err == nil {
 				e.Shutdown(ctx)
 			}
-			if err == nil || !strings.Contains(err.Error(), want) {
-				t.Errorf("%s: rank %d: got error %v, want one with %q", list, r, err, want)
-			}
+			testnet.WantError(t, err, want)
 		})
 	}
 }

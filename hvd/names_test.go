@@ -72,22 +72,14 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 			for _, w := range ways {
 				sort, start, way, see := s.sort, s.start, w.way, w.see
 				opts := []any{hvd.Name(sort + way), hvd.On(e)}
-				first, err := start(opts...)
-				if err != nil {
-					t.Error(err)
-					return
-				}
+				first := must(start(opts...))
 				// An operation that all ranks started before a barrier is done after the barrier.
-				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Barrier(ctx, hvd.On(e)))
 				var dup *hvd.DuplicateNameError
 				if _, err := start(opts...); !errors.As(err, &dup) {
 					t.Errorf("%s: again before %s: got error %v, want a DuplicateNameError", sort, way, err)
 				}
-				if err := see(ctx, first); err != nil {
-					t.Error(err)
-				}
+				noError(t, see(ctx, first))
 				second, err := start(opts...)
 				if err != nil {
 					t.Errorf("%s: again after %s: %v", sort, way, err)
@@ -99,9 +91,7 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 				if _, err := start(opts...); !errors.As(err, &dup) {
 					t.Errorf("%s: a third after %s: got error %v, want a DuplicateNameError", sort, way, err)
 				}
-				if err := second.wait(ctx); err != nil {
-					t.Error(err)
-				}
+				noError(t, second.wait(ctx))
 			}
 		}
 	})
@@ -149,15 +139,11 @@ func TestJoinUntilSeen(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		random := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
 		for range 100 {
-			j, err := hvd.JoinAsync(hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			j := must(hvd.JoinAsync(hvd.On(e)))
 			for range random.IntN(200) {
 				runtime.Gosched()
 			}
-			_, err = hvd.AllreduceAsync([]int32{1}, hvd.On(e))
+			_, err := hvd.AllreduceAsync([]int32{1}, hvd.On(e))
 			wantMisuse(t, err, "allreduce", "wait for the join to end")
 			if _, joined := j.Wait(ctx); joined != nil || err == nil {
 				t.Error(joined)
@@ -174,18 +160,10 @@ func TestJoinUntilSeen(t *testing.T) {
 func TestFireAndForget(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for range 100 {
-			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
-			h, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("done asked"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			must(hvd.AllreduceAsync([]int32{1}, hvd.On(e)))
+			h := must(hvd.AllreduceAsync([]int32{1}, hvd.Name("done asked"), hvd.On(e)))
 			done := h.Done() // from here on the program may drop the handle
-			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.On(e)))
 			<-done
 		}
 	})
@@ -249,9 +227,7 @@ func TestPendingError(t *testing.T) {
 				t.Errorf("%s: got error %v, want a PendingError", name, err)
 				return
 			}
-			if err := hvd.Barrier(ctx, on); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, on))
 			var dup *hvd.DuplicateNameError
 			if err := c.call(ctx); !errors.As(err, &dup) {
 				t.Errorf("%s: again before the first was seen done: got error %v, want a DuplicateNameError",
@@ -292,17 +268,11 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 					t.Errorf("got error %v, want a PendingError", err)
 				}
 				<-early.Handle.Done()
-				x, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), on)
-				if err != nil {
-					t.Error(err)
-					return
-				}
+				x := must(hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), on))
 				if err := hvd.Barrier(gone, hvd.Name("late"), on); !errors.As(err, &late) {
 					t.Errorf("got error %v, want a PendingError", err)
 				}
-				if err := hvd.Barrier(ctx, hvd.Name("given up"), on); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Barrier(ctx, hvd.Name("given up"), on))
 				_, err = x.Wait(ctx)
 				next := hvd.Barrier(ctx, on)
 				_, given := late.Handle.(*hvd.Handle[struct{}]).Wait(ctx)
@@ -313,16 +283,12 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 					}
 				}
 			} else {
-				if err := hvd.Barrier(ctx, hvd.Name("early"), on); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Barrier(ctx, hvd.Name("early"), on))
 				var mismatch *hvd.MismatchError
 				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("bad"), on); !errors.As(err, &mismatch) {
 					t.Errorf("got error %v, want a MismatchError", err)
 				}
-				if err := hvd.Barrier(ctx, hvd.Name("given up"), on); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.Barrier(ctx, hvd.Name("given up"), on))
 			}
 			// In event mode the job fails if a rank shuts down while rank 1 still waits for it.
 			if err := e.Shutdown(ctx); err != nil && strings.Contains(err.Error(), own) != (e.Rank() == 1) {

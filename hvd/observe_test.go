@@ -25,7 +25,6 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
@@ -71,9 +70,7 @@ func TestTimeline(t *testing.T) {
 	}
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		do := func(name string) {
-			if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name(name), hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Allreduce(ctx, []float32{1}, hvd.Name(name), hvd.On(e)))
 		}
 		must := func(err error) {
 			t.Helper()
@@ -127,14 +124,10 @@ func TestTimeline(t *testing.T) {
 func TestTimelineShowsWaits(t *testing.T) {
 	dir := t.TempDir()
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
-		if err := e.StartTimeline(filepath.Join(dir, "t.json"), false); err != nil {
-			t.Error(err)
-		}
+		noError(t, e.StartTimeline(filepath.Join(dir, "t.json"), false))
 		for i := range 100 {
 			name := hvd.Name(fmt.Sprint("x", i))
-			if _, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Allreduce(ctx, []float32{1}, name, hvd.On(e)))
 		}
 	})
 	for _, name := range []string{"t.json", "t.rank1.json"} {
@@ -217,9 +210,7 @@ func TestTimelineDescribesJob(t *testing.T) {
 func TestTimelineAfterShutdown(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	engines(t, 1, func(ctx context.Context, e *hvd.Engine) {
-		if err := e.Shutdown(ctx); err != nil {
-			t.Error(err)
-		}
+		noError(t, e.Shutdown(ctx))
 		if err := e.StartTimeline(path, false); !errors.Is(err, hvd.ErrShutDown) {
 			t.Errorf("got error %v, want ErrShutDown", err)
 		}
@@ -259,14 +250,9 @@ func TestMetricsAndDump(t *testing.T) {
 	looked.Add(2)
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for range 3 {
-			if _, err := hvd.Allreduce(ctx, []float32{1, 2}, hvd.Name("x"), hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Allreduce(ctx, []float32{1, 2}, hvd.Name("x"), hvd.On(e)))
 		}
-		waits, err := hvd.AllreduceAsync([]int64{1}, hvd.Name("pending"+fmt.Sprint(e.Rank())), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-		}
+		waits := must(hvd.AllreduceAsync([]int64{1}, hvd.Name("pending"+fmt.Sprint(e.Rank())), hvd.On(e)))
 		server := httptest.NewServer(e.MetricsHandler())
 		defer server.Close()
 		text := fetch(t, server.URL+"/metrics")
@@ -279,10 +265,7 @@ func TestMetricsAndDump(t *testing.T) {
 				t.Errorf("rank %d: no %s in\n%s", e.Rank(), want, text)
 			}
 		}
-		dump, err := e.Dump()
-		if err != nil {
-			t.Error(err)
-		}
+		dump := must(e.Dump())
 		var d struct {
 			Rank       int `json:"rank"`
 			Recorded   int `json:"recorded"`
@@ -303,13 +286,9 @@ func TestMetricsAndDump(t *testing.T) {
 		}
 		looked.Done()
 		looked.Wait()
-		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("pending"+fmt.Sprint(1-e.Rank())),
-			hvd.On(e)); err != nil {
-			t.Error(err)
-		}
-		if _, err := waits.Wait(ctx); err != nil {
-			t.Error(err)
-		}
+		must(hvd.Allreduce(ctx, []int64{1}, hvd.Name("pending"+fmt.Sprint(1-e.Rank())),
+			hvd.On(e)))
+		must(waits.Wait(ctx))
 	}, "HOROVOD_CPU_OPERATIONS", "tcp")
 }
 
@@ -318,28 +297,17 @@ func TestMetricsAndDump(t *testing.T) {
 func TestNoRecorder(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
-			waits, err := hvd.AllreduceAsync([]int64{1}, hvd.Name("waits"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-			}
+			waits := must(hvd.AllreduceAsync([]int64{1}, hvd.Name("waits"), hvd.On(e)))
 			if text, err := e.Dump(); err != nil || !strings.Contains(string(text), `"waits"`) ||
 				!strings.Contains(string(text), `"recorded": 0`) {
 				t.Errorf("got %s and %v", text, err)
 			}
-			if err := hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)); err != nil {
-				t.Error(err)
-			}
-			if _, err := waits.Wait(ctx); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)))
+			must(waits.Wait(ctx))
 			return
 		}
-		if err := hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)); err != nil {
-			t.Error(err)
-		}
-		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("waits"), hvd.On(e)); err != nil {
-			t.Error(err)
-		}
+		noError(t, hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)))
+		must(hvd.Allreduce(ctx, []int64{1}, hvd.Name("waits"), hvd.On(e)))
 	}, "HVD_FLIGHT_RECORDER", "0")
 }
 
@@ -358,9 +326,7 @@ func TestMetricsAddressTaken(t *testing.T) {
 		!strings.Contains(fmt.Sprint(lines[0].ContextMap()), addr) {
 		t.Errorf("logged %v", logged.All())
 	}
-	if err := e.Shutdown(t.Context()); err != nil {
-		t.Error(err)
-	}
+	noError(t, e.Shutdown(t.Context()))
 	if _, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", "here")); err == nil ||
 		!strings.Contains(err.Error(), "HVD_METRICS_ADDR") {
 		t.Errorf("got %v, want an error that names the setting", err)
@@ -375,13 +341,9 @@ func TestTensorsAreNotKept(t *testing.T) {
 		before := heap() // may include memory of earlier tests that is freed during this test
 		for i := range times {
 			x := make([]byte, numBytes)
-			if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)),
-				hvd.On(e)); err != nil {
-				t.Error(err)
-			}
-			if _, err := hvd.Allgather(ctx, x, hvd.Name(fmt.Sprint("y", i%3)), hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)),
+				hvd.On(e)))
+			must(hvd.Allgather(ctx, x, hvd.Name(fmt.Sprint("y", i%3)), hvd.On(e)))
 		}
 		if now, most := heap(), before+50*numBytes; now > most {
 			t.Errorf("after %d operations on %d bytes %d are in use, want at most %d", 2*times, numBytes,
@@ -440,13 +402,10 @@ func TestShutdownWhileScraped(t *testing.T) {
 
 // TestMetricsInAStall checks that the function of OnStall can read the metrics while it handles a report.
 func TestMetricsInAStall(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	var zero atomic.Pointer[hvd.Engine]
 	saw := make(chan string, 1)
-	ranks(2, func(r int) {
+	ranks(t, 2, func(r int) {
 		opts := append(place(kv, r, 2, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.2", "HOROVOD_LOG_LEVEL",
 			"fatal"), hvd.OnStall(func(hvd.Stall) {
 			if e := zero.Load(); e != nil {
@@ -458,11 +417,7 @@ func TestMetricsInAStall(t *testing.T) {
 				}
 			}
 		}))
-		e, err := hvd.New(ctx, opts...)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		e := must(hvd.New(ctx, opts...))
 		if r == 0 {
 			zero.Store(e)
 		} else {
@@ -475,12 +430,8 @@ func TestMetricsInAStall(t *testing.T) {
 				t.Error("no stall was reported")
 			}
 		}
-		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("x"), hvd.On(e)); err != nil {
-			t.Error(err)
-		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Error(err)
-		}
+		must(hvd.Allreduce(ctx, []int64{1}, hvd.Name("x"), hvd.On(e)))
+		noError(t, e.Shutdown(ctx))
 	})
 }
 

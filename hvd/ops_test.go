@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // number is the constraint for element types that have arithmetic in Go.
@@ -61,17 +61,11 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 				}
 				last.Store(true)
 			}
-			h, err := hvd.BarrierAsync(hvd.Name("b"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			h := must(hvd.BarrierAsync(hvd.Name("b"), hvd.On(e)))
 			if e.Rank() != 3 {
 				arrived <- e.Rank()
 			}
-			if _, err := h.Wait(ctx); err != nil {
-				t.Error(err)
-			}
+			must(h.Wait(ctx))
 			if !last.Load() {
 				t.Errorf("rank %d passed before rank 3 came", e.Rank())
 			}
@@ -86,11 +80,7 @@ func TestWaitGivesUp(t *testing.T) {
 		if e.Rank() == 1 {
 			<-gaveUp
 		}
-		h, err := hvd.AllreduceAsync([]int32{int32(e.Rank())}, hvd.Op(hvd.Max), hvd.Name("late"), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		h := must(hvd.AllreduceAsync([]int32{int32(e.Rank())}, hvd.Op(hvd.Max), hvd.Name("late"), hvd.On(e)))
 		if e.Rank() == 0 {
 			short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
 			defer cancel()
@@ -174,10 +164,8 @@ func TestConcurrentShutdown(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ranks(3, func(int) {
-			if err := hvd.Shutdown(ctx); err != nil {
-				t.Error(err)
-			}
+		ranks(t, 3, func(int) {
+			noError(t, hvd.Shutdown(ctx))
 			if !h.Poll() {
 				t.Error("Shutdown returned before the engine had ended")
 			}
@@ -190,17 +178,10 @@ func TestConcurrentShutdown(t *testing.T) {
 
 // TestDone checks that Done and Err show the end of the job to a program that has no operation in flight.
 func TestDone(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	looked := make(chan struct{})
-	ranks(2, func(r int) {
-		e, err := hvd.New(ctx, place(kv, r, 2)...)
-		if err != nil {
-			t.Error(err)
-			return
-		}
+	ranks(t, 2, func(r int) {
+		e := must(hvd.New(ctx, place(kv, r, 2)...))
 		if e.Err() != nil {
 			t.Errorf("rank %d: %v before the end", r, e.Err())
 		}
@@ -233,19 +214,10 @@ func TestDone(t *testing.T) {
 // has not submitted. That operation and every later one must fail with an error that names rank 0.
 func TestShutdownWithPendingRequests(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
-		kv := store.NewHashStore(store.Limits{})
-		defer kv.Close()
-		ctx, cancel := context.WithTimeout(t.Context(), deadline)
-		defer cancel()
-		ranks(3, func(r int) {
-			e, err := hvd.New(ctx, place(kv, r, 3, mode...)...)
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+		ctx, kv := meeting(t)
+		ranks(t, 3, func(r int) {
+			e := must(hvd.New(ctx, place(kv, r, 3, mode...)...))
+			noError(t, hvd.Barrier(ctx, hvd.On(e)))
 			if r == 0 {
 				if err := e.Shutdown(ctx); err != nil && !isShutDown(err, 0) {
 					t.Errorf("shutdown: %v", err)
@@ -280,19 +252,12 @@ func isShutDown(err error, ranks ...int) bool {
 // TestInitAgainAndAgain forms ten epochs with the same three ranks. All ranks must see the same number for an
 // epoch, and it must be greater than the number of the previous epoch.
 func TestInitAgainAndAgain(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
-	ranks(3, func(r int) {
+	ctx, kv := meeting(t)
+	ranks(t, 3, func(r int) {
 		var last uint64
 		opts := place(kv, r, 3)
 		for round := range 10 {
-			e, err := hvd.New(ctx, opts...)
-			if err != nil {
-				t.Errorf("rank %d round %d: %v", r, round, err)
-				return
-			}
+			e := must(hvd.New(ctx, opts...))
 			if e.Epoch() <= last {
 				t.Errorf("rank %d: epoch %d after %d", r, e.Epoch(), last)
 			}
@@ -301,9 +266,7 @@ func TestInitAgainAndAgain(t *testing.T) {
 			if err != nil || got[0] != int64(last) {
 				t.Errorf("rank %d round %d: got %v and error %v, want epoch %d", r, round, got, err, last)
 			}
-			if err := e.Shutdown(ctx); err != nil {
-				t.Errorf("rank %d round %d: %v", r, round, err)
-			}
+			noError(t, e.Shutdown(ctx))
 			opts = append(place(kv, r, 3), hvd.After(e))
 		}
 	})
@@ -311,24 +274,17 @@ func TestInitAgainAndAgain(t *testing.T) {
 
 // TestPlace checks that gohvd derives local and cross ranks from the host names unless settings give them.
 func TestPlace(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	hosts := []string{"a", "a", "b"} // two ranks on one host, one on the other
 	want := [][6]int{{0, 3, 0, 2, 0, 2}, {1, 3, 1, 2, 0, 1}, {2, 3, 7, 8, 5, 6}}
-	ranks(3, func(r int) {
+	ranks(t, 3, func(r int) {
 		opts := append(place(kv, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
 		if r == 2 {
 			opts = append(opts, hvd.WithSetting("HOROVOD_LOCAL_RANK", "7"),
 				hvd.WithSetting("HOROVOD_LOCAL_SIZE", "8"),
 				hvd.WithSetting("HOROVOD_CROSS_RANK", "5"), hvd.WithSetting("HOROVOD_CROSS_SIZE", "6"))
 		}
-		e, err := hvd.New(ctx, opts...)
-		if err != nil {
-			t.Errorf("rank %d: %v", r, err)
-			return
-		}
+		e := must(hvd.New(ctx, opts...))
 		if got := [6]int{e.Rank(), e.Size(), e.LocalRank(), e.LocalSize(), e.CrossRank(),
 			e.CrossSize()}; got != want[r] {
 			t.Errorf("rank %d is at %v, want %v", r, got, want[r])
@@ -336,26 +292,19 @@ func TestPlace(t *testing.T) {
 		if e.IsHomogeneous() {
 			t.Errorf("rank %d: hosts %q are homogeneous", r, hosts)
 		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Errorf("rank %d: %v", r, err)
-		}
+		noError(t, e.Shutdown(ctx))
 	})
 }
 
 // TestInitFailsOnBothSides starts two ranks that are given different sizes of the job. Both must get an
 // error.
 func TestInitFailsOnBothSides(t *testing.T) {
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
+	ctx, kv := meeting(t)
 	errs := make([]error, 2)
-	ranks(2, func(r int) {
+	ranks(t, 2, func(r int) {
 		_, errs[r] = hvd.New(ctx, place(kv, r, 2+r)...)
 	})
-	for r, err := range errs {
-		if err == nil || !strings.Contains(err.Error(), "size") {
-			t.Errorf("rank %d: got error %v, want one about the size", r, err)
-		}
+	for _, err := range errs {
+		testnet.WantError(t, err, "size")
 	}
 }

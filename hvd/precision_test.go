@@ -61,11 +61,7 @@ func TestErrorFeedback(t *testing.T) {
 }
 
 func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float64, opts ...any) {
-	got, err := hvd.Allreduce(ctx, x, as[hvd.AllreduceOption](append(opts, hvd.On(e)))...)
-	if err != nil {
-		t.Error(err)
-		return
-	}
+	got := must(hvd.Allreduce(ctx, x, as[hvd.AllreduceOption](append(opts, hvd.On(e)))...))
 	for i, v := range got {
 		sum[i] += v
 	}
@@ -77,11 +73,8 @@ func TestErrorFeedbackForgets(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		const ulp = 1.0 / 1024
 		feed := func(tensor string, x ...float32) []float32 {
-			got, err := hvd.Allreduce(ctx, x, hvd.Name(tensor), hvd.CompressFP16(), hvd.ErrorFeedback(),
-				hvd.On(e))
-			if err != nil {
-				t.Error(err)
-			}
+			got := must(hvd.Allreduce(ctx, x, hvd.Name(tensor), hvd.CompressFP16(), hvd.ErrorFeedback(),
+				hvd.On(e)))
 			return got
 		}
 		third := float32(1 + ulp/3)
@@ -116,22 +109,16 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 		// The nearest bfloat16 to 4104 is 4096, and the next larger one is 4128, so each rounding loses 8.
 		total := float32(0)
 		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
-			got, err := hvd.Allreduce(ctx, []float32{4104}, as[hvd.AllreduceOption](append(feed, hvd.Name("scaled"),
-				hvd.Prescale(scale), hvd.Postscale(1/scale)))...)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			got := must(hvd.Allreduce(ctx, []float32{4104}, as[hvd.AllreduceOption](append(feed, hvd.Name("scaled"),
+				hvd.Prescale(scale), hvd.Postscale(1/scale)))...))
 			total += got[0]
 		}
 		if want := float32(5 * 4104); total < want-16 || total > want+16 {
 			t.Errorf("rank %d: five times 4104 is %v, want %v with an error of at most 16", e.Rank(),
 				total, want)
 		}
-		if _, err := hvd.Allreduce(ctx, []float32{4104, 4104},
-			as[hvd.AllreduceOption](append(feed, hvd.Name("typed")))...); err != nil {
-			t.Error(err)
-		}
+		must(hvd.Allreduce(ctx, []float32{4104, 4104},
+			as[hvd.AllreduceOption](append(feed, hvd.Name("typed")))...))
 		if got, err := hvd.Allreduce(ctx, []float64{1}, as[hvd.AllreduceOption](append(feed,
 			hvd.Name("typed")))...); err != nil ||
 			got[0] != 1 {

@@ -28,7 +28,7 @@ func TestStaticProcessSets(t *testing.T) {
 			for i, members := range given {
 				checkSet(t, e, sets[i+1], i+1, slices.Sorted(slices.Values(members)))
 			}
-			ranks(len(sets), func(i int) {
+			ranks(t, len(sets), func(i int) {
 				if sets[i].Included() {
 					checkAll(ctx, t, sets[i], numbers[int32](), "")
 					checkAll(ctx, t, sets[i], numbers[int32](), "") // now cached
@@ -70,9 +70,7 @@ func TestDynamicProcessSets(t *testing.T) {
 				if set.Included() {
 					checkAll(ctx, t, set, numbers[int32](), "")
 				}
-				if err := hvd.RemoveProcessSet(ctx, set); err != nil {
-					t.Errorf("rank %d: %v", e.Rank(), err)
-				}
+				noError(t, hvd.RemoveProcessSet(ctx, set))
 				if all := e.ProcessSets(); len(all) != 2 {
 					t.Errorf("rank %d: process sets %v after the removal", e.Rank(), all)
 				}
@@ -80,9 +78,7 @@ func TestDynamicProcessSets(t *testing.T) {
 			}
 			// A process set that Init has made can be removed. If it is added again, it gets a new ID.
 			static := e.ProcessSets()[1]
-			if err := hvd.RemoveProcessSet(ctx, static); err != nil {
-				t.Errorf("rank %d: %v", e.Rank(), err)
-			}
+			noError(t, hvd.RemoveProcessSet(ctx, static))
 			again := add(ctx, t, e, 1, 2)
 			checkSet(t, e, again, id, []int{1, 2})
 			if again.Included() {
@@ -104,29 +100,15 @@ func TestRemovalAnswersWhatWaits(t *testing.T) {
 			first := e.Rank() == 0
 			var waits []func() error
 			if first {
-				x, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), hvd.Over(set))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				g, err := hvd.GroupedAllgatherAsync([][]int32{{1}, {2}}, hvd.Name("g"), hvd.Over(set))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				j, err := hvd.JoinAsync(hvd.Over(set))
-				if err != nil {
-					t.Error(err)
-					return
-				}
+				x := must(hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), hvd.Over(set)))
+				g := must(hvd.GroupedAllgatherAsync([][]int32{{1}, {2}}, hvd.Name("g"), hvd.Over(set)))
+				j := must(hvd.JoinAsync(hvd.Over(set)))
 				waits = append(waits,
 					func() error { _, err := x.Wait(ctx); return err },
 					func() error { _, err := g.Wait(ctx); return err },
 					func() error { _, err := j.Wait(ctx); return err })
 			}
-			if err := hvd.RemoveProcessSet(ctx, set); err != nil {
-				t.Errorf("rank %d: %v", e.Rank(), err)
-			}
+			noError(t, hvd.RemoveProcessSet(ctx, set))
 			for i, wait := range waits {
 				var misuse *hvd.UsageError
 				if err := wait(); !errors.Is(err, hvd.ErrNoProcessSet) || errors.As(err, &misuse) {
@@ -168,16 +150,10 @@ func TestRemovalCrossesWork(t *testing.T) {
 					if !set.Included() {
 						break
 					}
-					h, err := hvd.AllreduceAsync(make([]int32, 10_000*(1+i%3)), name("x%d", i), hvd.Over(set))
-					if err != nil {
-						t.Error(err)
-						return
-					}
+					h := must(hvd.AllreduceAsync(make([]int32, 10_000*(1+i%3)), name("x%d", i), hvd.Over(set)))
 					handles = append(handles, h)
 				}
-				if err := hvd.RemoveProcessSet(ctx, set); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.RemoveProcessSet(ctx, set))
 				for i, h := range handles {
 					if !h.Poll() {
 						t.Errorf("round %d: x%d is not answered though the set is removed", round, i)
@@ -214,20 +190,14 @@ func TestManyProcessSets(t *testing.T) {
 				}
 				if set.Included() {
 					checkUsable(ctx, t, set, "x")
-					if _, err := hvd.Allgather(ctx, make([]int64, round), hvd.Over(set)); err != nil {
-						t.Error(err)
-					}
+					must(hvd.Allgather(ctx, make([]int64, round), hvd.Over(set)))
 				}
-				if err := hvd.RemoveProcessSet(ctx, set); err != nil {
-					t.Error(err)
-				}
+				noError(t, hvd.RemoveProcessSet(ctx, set))
 				if round == 20 {
 					before = testnet.OpenFiles(t)
 				}
 			}
-			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.On(e)))
 			if len(e.ProcessSets()) != 1 {
 				t.Errorf("rank %d: %v are left", e.Rank(), e.ProcessSets())
 			}

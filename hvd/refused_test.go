@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/store"
 )
 
 // refusal is a call that a rank must refuse. The text of the error is `hvd: <op> "<tensor>": <want>`.
@@ -221,21 +220,13 @@ func TestRefused(t *testing.T) {
 		last := e.Size() - 1
 		foreign := add(ctx, t, e, 0)
 		removed := add(ctx, t, e, last)
-		if err := hvd.RemoveProcessSet(ctx, removed); err != nil {
-			t.Error(err)
-		}
+		noError(t, hvd.RemoveProcessSet(ctx, removed))
 		own := add(ctx, t, e, last)
 		var cases []refusal
 		if w := (world{ctx: ctx, e: e, own: own, foreign: foreign, removed: removed}); e.Rank() == last {
-			alone, err := hvd.New(ctx)
-			if err != nil {
-				t.Error(err)
-				return
-			}
+			alone := must(hvd.New(ctx))
 			defer func() {
-				if err := alone.Shutdown(ctx); err != nil {
-					t.Error(err)
-				}
+				noError(t, alone.Shutdown(ctx))
 			}()
 			w.others = alone.ProcessSets()[0]
 			cases = append(w.beforeEnqueue(), w.ofOptions()...)
@@ -243,11 +234,7 @@ func TestRefused(t *testing.T) {
 				checkRefusal(t, c, fmt.Sprint("refused ", i))
 			}
 		}
-		n, err := hvd.Broadcast(ctx, []int32{int32(len(cases))}, last, hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		n := must(hvd.Broadcast(ctx, []int32{int32(len(cases))}, last, hvd.On(e)))
 		for i := range int(n[0]) {
 			checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprint("refused ", i))
 		}
@@ -320,27 +307,17 @@ func TestDuplicateName(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
 		if e.Rank() == 0 {
-			h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			_, err = hvd.BroadcastAsync([]int32{1}, 0, hvd.Name("x"), hvd.On(e))
+			h := must(hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)))
+			_, err := hvd.BroadcastAsync([]int32{1}, 0, hvd.Name("x"), hvd.On(e))
 			wantDuplicate(t, err, `hvd: broadcast "x": `, "x")
-			if err := hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)))
 			if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
 				t.Errorf("the first x: got %v and error %v", got, err)
 			}
 		} else {
-			if err := hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)); err != nil {
-				t.Error(err)
-			}
-			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"),
-				hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			noError(t, hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)))
+			must(hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"),
+				hvd.On(e)))
 		}
 		checkUsable(ctx, t, global, "x")
 	})
@@ -368,12 +345,8 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 		for _, taken := range []int{1, 2, 3} {
 			tensor := fmt.Sprintf("g_%dof3", taken)
 			if e.Rank() == 0 {
-				h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.On(e))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				_, err = hvd.GroupedAllgatherAsync(xs, hvd.Name("g"), hvd.On(e))
+				h := must(hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.On(e)))
+				_, err := hvd.GroupedAllgatherAsync(xs, hvd.Name("g"), hvd.On(e))
 				wantDuplicate(t, err, "hvd: allgather ", tensor)
 				// The refused group has not submitted its other tensors, so their names are free.
 				for i := range xs {
@@ -390,10 +363,8 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 						checkUsable(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
 					}
 				}
-				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor),
-					hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				must(hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor),
+					hvd.On(e)))
 			}
 			got, err := hvd.GroupedAllgather(ctx, xs, hvd.Name("g"), hvd.On(e))
 			if err != nil || len(got) != len(xs) || len(got[2]) != e.Size() {
@@ -514,19 +485,10 @@ func everyOperation(ctx context.Context, opts ...any) map[string]func() error {
 // ErrShutDown.
 func TestAfterShutdown(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
-		kv := store.NewHashStore(store.Limits{})
-		defer kv.Close()
-		ctx, cancel := context.WithTimeout(t.Context(), deadline)
-		defer cancel()
-		ranks(2, func(r int) {
-			e, err := hvd.New(ctx, place(kv, r, 2, mode...)...)
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			if err := e.Shutdown(ctx); err != nil {
-				t.Error(err)
-			}
+		ctx, kv := meeting(t)
+		ranks(t, 2, func(r int) {
+			e := must(hvd.New(ctx, place(kv, r, 2, mode...)...))
+			noError(t, e.Shutdown(ctx))
 			for op, do := range everyOperation(ctx, hvd.On(e)) {
 				err := do()
 				var misuse *hvd.UsageError

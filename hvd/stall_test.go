@@ -78,12 +78,8 @@ func TestOnStall(t *testing.T) {
 				t.Errorf("rank %d: round %d: got %v and error %v", e.Rank(), round, got, err)
 			}
 		}
-		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
-			t.Error(err)
-		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Errorf("rank %d: %v", e.Rank(), err)
-		}
+		noError(t, hvd.Barrier(ctx, hvd.On(e)))
+		noError(t, e.Shutdown(ctx))
 	}, opts, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_LOG_LEVEL", "fatal")
 }
 
@@ -212,11 +208,7 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 			gather(ctx)
 			if e.Rank() == 1 {
-				j, err := hvd.JoinAsync(hvd.On(e))
-				if err != nil {
-					t.Error(err)
-					return
-				}
+				j := must(hvd.JoinAsync(hvd.On(e)))
 				// The join must still wait after twice the timeout of operations.
 				select {
 				case <-j.Done():
@@ -230,14 +222,10 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 				return
 			}
 			for range 5 {
-				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.On(e)); err != nil {
-					t.Error(err)
-				}
+				must(hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.On(e)))
 			}
 			<-joined
-			if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
-				t.Error(err)
-			}
+			must(hvd.Join(ctx, hvd.On(e)))
 		}, append(mode, "HVD_OPERATION_TIMEOUT_SECONDS", shortSeconds)...)
 	})
 }
