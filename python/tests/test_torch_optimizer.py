@@ -45,6 +45,10 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(model(x), x[:, :2].sin())
 
 
+def sgd(params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
 class OptimizerTest(RanksTest):
     def whole(self, step: int) -> torch.Tensor:
         return torch.cat([batch(step, r) for r in range(self.size)])
@@ -62,6 +66,19 @@ class OptimizerTest(RanksTest):
             optimizer.step()
         return model
 
+    def distributed(self, make=sgd, **options) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Returns a new model and its DistributedOptimizer."""
+        model = network()
+        return model, hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+
+    def steps(self, model, optimizer, steps: int, passes: int | None = None) -> None:
+        """Makes steps. All backward passes of a step are on the same batch."""
+        for step in range(steps):
+            optimizer.zero_grad()
+            for _ in range(passes or optimizer.backward_passes_per_step):
+                loss_of(model, batch(step, self.rank)).backward()
+            optimizer.step()
+
     def same_weights(self, got: torch.nn.Module, want: torch.nn.Module, tolerance: float = 1e-10) -> None:
         for (name, g), w in zip(got.named_parameters(), want.parameters()):
             self.close(g.detach(), w.detach(), tolerance)
@@ -73,14 +90,9 @@ class OptimizerTest(RanksTest):
                 self.equal(other, p.detach())
 
 
-def sgd(params) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
 class Training(OptimizerTest):
     def train(self, make=sgd, steps: int = 3, **options) -> torch.nn.Module:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+        model, optimizer = self.distributed(make, **options)
         passes = options.get("backward_passes_per_step", 1)
         for step in range(steps):
             optimizer.zero_grad()
@@ -124,10 +136,7 @@ class Training(OptimizerTest):
         names = set(optimizer._parameter_names.values())
         self.assertEqual({name.split("#")[0] for name in names}, {f"allreduce.noname.0.{i}" for i in range(4)})
         self.assertEqual(hvd.allgather_object(names), [names] * self.size)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(step, self.rank)).backward()
-            optimizer.step()
+        self.steps(model, optimizer, 3)
         self.same_weights(model, self.reference(sgd, 3))
 
     def test_sum(self) -> None:
@@ -149,10 +158,7 @@ class Training(OptimizerTest):
     def test_compressed_gradients_are_copied_once(self) -> None:
         if self.size == 1:
             self.skipTest("needs another rank")
-        model = network()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), compression=hvd.Compression.bf16
-        )
+        model, optimizer = self.distributed(compression=hvd.Compression.bf16)
         places = None
         for step in range(3):
             optimizer.zero_grad(set_to_none=True)
@@ -221,8 +227,7 @@ class Training(OptimizerTest):
             self.same_weights(got, self.reference(sgd, 3, passes=3))
 
     def test_changing_the_number_of_passes(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        model, optimizer = self.distributed()
         optimizer.set_backward_passes_per_step(2)
         self.assertEqual(optimizer.backward_passes_per_step, 2)
         for step in range(3):
@@ -233,19 +238,12 @@ class Training(OptimizerTest):
         self.same_weights(model, self.reference(sgd, 3, passes=2))
 
     def test_fewer_passes_than_said(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), backward_passes_per_step=4, groups=2
-        )
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(step, self.rank)).backward()
-            optimizer.step()
+        model, optimizer = self.distributed(backward_passes_per_step=4, groups=2)
+        self.steps(model, optimizer, 3, passes=1)
         self.same_weights(model, self.reference(sgd, 3))
 
     def test_more_passes_than_said(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        model, optimizer = self.distributed()
         loss_of(model, batch(0, self.rank)).backward()
         if self.size > 1:
             with self.assertRaisesRegex(AssertionError, "backward_passes_per_step"):
@@ -357,8 +355,7 @@ class Training(OptimizerTest):
 
     def test_names_begin_anew_in_the_next_job(self) -> None:
         def names() -> set:
-            model = network()
-            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+            model, optimizer = self.distributed()
             return set(optimizer._parameter_names.values())
 
         self.assertNotEqual(names(), names())
@@ -598,8 +595,7 @@ class Training(OptimizerTest):
             self.same_at_all_ranks(model)
 
     def test_closure_after_backward(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        model, optimizer = self.distributed()
 
         def closure():
             optimizer.zero_grad()
@@ -615,17 +611,12 @@ class Training(OptimizerTest):
         if self.size == 1:
             self.skipTest("needs another rank")
         ps = hvd.add_process_set(list(range(1, self.size)))
-        model = network()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), process_set=ps, groups=2
-        )
+        model, optimizer = self.distributed(process_set=ps, groups=2)
         want = network()
         reference = sgd(want.parameters())
         ranks = ps.ranks if ps.included() else [self.rank]
+        self.steps(model, optimizer, 3)
         for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(step, self.rank)).backward()
-            optimizer.step()
             reference.zero_grad()
             loss_of(want, torch.cat([batch(step, r) for r in ranks])).backward()
             reference.step()
@@ -749,14 +740,9 @@ class Sparse(OptimizerTest):
 
 
 class Synchronizing(OptimizerTest):
-    def start(self, **options):
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
-        return model, optimizer
-
     def test_clipping(self) -> None:
         for none in (False, True):
-            model, optimizer = self.start()
+            model, optimizer = self.distributed()
             want = network()
             reference = sgd(want.parameters())
             for step in range(3):
@@ -781,7 +767,7 @@ class Synchronizing(OptimizerTest):
             self.same_weights(model, want)
 
     def test_warning(self) -> None:
-        model, optimizer = self.start()
+        model, optimizer = self.distributed()
         for turn in range(2):
             optimizer.zero_grad()
             loss_of(model, batch(turn, self.rank)).backward()
@@ -797,7 +783,7 @@ class Synchronizing(OptimizerTest):
         self.same_weights(model, self.reference(sgd, 2), 1e-8)
 
     def test_zero_grad_too_early(self) -> None:
-        model, optimizer = self.start()
+        model, optimizer = self.distributed()
         loss_of(model, batch(0, self.rank)).backward()
         if self.size > 1:
             with self.assertRaisesRegex(AssertionError, r"zero_grad.*call optimizer.synchronize\(\) before"):
@@ -816,7 +802,7 @@ class Synchronizing(OptimizerTest):
         class Tick(Exception):
             pass
 
-        model, optimizer = self.start()
+        model, optimizer = self.distributed()
         settle, calls = _engine.Call.settle, []
 
         def interrupted(call: _engine.Call) -> None:
@@ -836,7 +822,7 @@ class Synchronizing(OptimizerTest):
     def test_after_a_backward_pass_that_failed(self) -> None:
         if self.size == 1:
             self.skipTest("needs another rank")
-        model, optimizer = self.start()
+        model, optimizer = self.distributed()
         x = batch(0, self.rank)
 
         def fail(grad: torch.Tensor) -> None:
@@ -863,7 +849,7 @@ class Synchronizing(OptimizerTest):
     def test_gradients_stay_where_they_are(self) -> None:
         if self.size == 1:
             self.skipTest("needs another rank")
-        model, optimizer = self.start()
+        model, optimizer = self.distributed()
         places = None
         for step in range(4):
             optimizer.zero_grad(set_to_none=False)
@@ -878,7 +864,7 @@ class Synchronizing(OptimizerTest):
     def test_what_a_program_holds(self) -> None:
         for none in (False, True):
             for views in (True, False):
-                model, optimizer = self.start(gradient_as_arena_view=views)
+                model, optimizer = self.distributed(gradient_as_arena_view=views)
                 want = network()
                 kept = []
                 for step in range(3):
@@ -906,7 +892,7 @@ class Synchronizing(OptimizerTest):
     def test_a_gradient_of_the_program(self) -> None:
         # The program replaces the gradients after their reduction has begun. The results must be written to the new
         # gradients.
-        model, optimizer = self.start()
+        model, optimizer = self.distributed()
         loss_of(model, batch(0, self.rank)).backward()
         for p in model.parameters():
             p.grad = p.grad.clone() if self.size > 1 else p.grad
@@ -980,8 +966,7 @@ class TheOptimizerItself(OptimizerTest):
             {}, {"groups": 2}, {"op": hvd.Sum, "compression": hvd.Compression.fp16}, {"op": hvd.Adasum},
             {"backward_passes_per_step": 2, "gradient_predivide_factor": 2.0, "process_set": pair},
         ):  # fmt: skip
-            model = network()
-            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+            model, optimizer = self.distributed(**options)
             self.steps(model, optimizer, 2)
             saved = io.BytesIO()
             torch.save((model, optimizer), saved)
@@ -1003,19 +988,11 @@ class TheOptimizerItself(OptimizerTest):
         if pair is not hvd.global_process_set:
             hvd.remove_process_set(pair)
 
-    def steps(self, model, optimizer, steps: int) -> None:
-        for step in range(steps):
-            optimizer.zero_grad()
-            for _ in range(optimizer.backward_passes_per_step):
-                loss_of(model, batch(step, self.rank)).backward()
-            optimizer.step()
-
     def test_copies_with_frozen_parameters(self) -> None:
         """Parameters that are frozen now keep their values, also if only some ranks have made a copy."""
         for copied in (True, self.rank == 0):
             for options in (dict(groups=None), dict(groups=1), dict(groups=4), dict(op=hvd.Adasum)):
-                model = network()
-                optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+                model, optimizer = self.distributed(**options)
                 self.steps(model, optimizer, 2)
                 model[0].requires_grad_(False)
                 optimizer.zero_grad(set_to_none=True)
@@ -1031,8 +1008,7 @@ class TheOptimizerItself(OptimizerTest):
                 self.same_at_all_ranks(model)
 
     def test_no_copies_in_the_middle_or_outside(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        model, optimizer = self.distributed()
         if self.rank == 0:  # only one rank, because the program imports torch
             program = "import pickle, sys; pickle.load(sys.stdin.buffer)"
             outside = subprocess.run(
@@ -1059,18 +1035,14 @@ class TheOptimizerItself(OptimizerTest):
             copy.deepcopy(optimizer)
 
     def test_loading_in_the_middle(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), groups=2)
+        model, optimizer = self.distributed(groups=2)
         loss_of(model, batch(0, self.rank)).backward()
         with optimizer.skip_synchronize():
             optimizer.load_state_dict(optimizer.state_dict())
             # After this barrier all operations are done, so that their names can be used again.
             hvd.barrier()
             hvd.allreduce(torch.ones(1), name="after")
-            for step in range(2):
-                optimizer.zero_grad()
-                loss_of(model, batch(step, self.rank)).backward()
-                optimizer.step()
+            self.steps(model, optimizer, 2)
         self.same_weights(model, self.reference(sgd, 2))
 
     def test_loading_while_other_ranks_are_late(self) -> None:
@@ -1084,8 +1056,7 @@ class TheOptimizerItself(OptimizerTest):
         for options in (
             {}, {"groups": 1}, {"gradient_as_arena_view": False}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum},
         ):  # fmt: skip
-            model = network()
-            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+            model, optimizer = self.distributed(**options)
             if self.rank > 0:
                 hvd.recv(torch.zeros(1), 0)
             loss_of(model, batch(0, self.rank)).backward()
@@ -1113,8 +1084,7 @@ class TheOptimizerItself(OptimizerTest):
         """If there is no memory for the gradients in place of those in flight, the next step is as after any other error."""
         if self.size == 1:
             self.skipTest("needs another rank")
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        model, optimizer = self.distributed()
         loss_of(model, batch(0, self.rank)).backward()
         error = MemoryError("no memory")
         with mock.patch("gohvd.torch.optimizer.in_flight", return_value=True), \
@@ -1234,18 +1204,14 @@ class TheOptimizerItself(OptimizerTest):
         self.assertIsNone(gone())
         model.load_state_dict(network().state_dict())
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, batch(step, self.rank)).backward()
-            optimizer.step()
+        self.steps(model, optimizer, 2)
         self.same_weights(model, self.reference(sgd, 2))
 
     def test_one_that_is_gone_in_the_middle_of_a_step(self) -> None:
         """An optimizer is deleted in the middle of a step. Another optimizer can then use the names of its gradients.
         """
         for _ in range(3):
-            model = network()
-            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+            model, optimizer = self.distributed()
             loss_of(model, batch(0, self.rank)).backward()
             hvd.barrier()  # after this barrier the gradients are reduced, but not synchronized
             del optimizer
@@ -1308,10 +1274,7 @@ class AdasumOptimizer(OptimizerTest):
     def test_steps_are_combined(self) -> None:
         for options in (dict(), dict(compression=hvd.Compression.fp16), dict(backward_passes_per_step=2)):
             passes = options.get("backward_passes_per_step", 1)
-            model = network()
-            optimizer = hvd.DistributedOptimizer(
-                sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options
-            )
+            model, optimizer = self.distributed(op=hvd.Adasum, **options)
             # Each reference makes the step of one rank. All begin with the same weights. Then the steps are combined.
             others = [network() for _ in range(self.size)]
             references = [sgd(m.parameters()) for m in others]
@@ -1346,8 +1309,7 @@ class AdasumOptimizer(OptimizerTest):
         self.close(y.detach(), torch.full((2,), -1.0 if self.size > 1 else 0.0), 1e-6)
 
     def test_synchronizing(self) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum)
+        model, optimizer = self.distributed(op=hvd.Adasum)
         optimizer.synchronize()
         if self.size > 1:
             with self.assertRaises(AssertionError):
