@@ -126,9 +126,7 @@ func TestElasticDeath(t *testing.T) {
 	r := start(t, spec{NP: 3, OutputDir: out, Elastic: &elasticSpec{Min: 2, CooldownMS: 1, Folder: dir},
 		Command: elasticScript(dir, `case $me in *:1/1) roster 1; tell synced 1; kill -9 $$;; *:1/2) ;; *) roster 1; roster 2;; esac
 roster 3; tell done; exit 0`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	host := must(os.Hostname())
 	for generation, want := range []string{"", "HOST:0/1\nHOST:1/1\nHOST:2/1\n", "HOST:0/1\nHOST:2/1\n",
 		"HOST:0/1\nHOST:2/1\nHOST:1/2\n"} {
@@ -165,9 +163,7 @@ func TestElasticHang(t *testing.T) {
 	dir := t.TempDir()
 	r := start(t, spec{NP: 2, NoticeMS: 1, Elastic: &elasticSpec{Min: 1, Folder: dir}, Command: elasticScript(
 		dir, `roster 1; case $me in *:1/1) kill -STOP $$;; esac; tell synced 1; tell failed ${me%:*}:1=1; roster 2; tell done`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	if want := `generation 2: 1 rank: rank 1 \(.*:1\): does not answer\n`; !regexp.MustCompile(want).MatchString(
 		r.stderr.String()) {
 		t.Errorf("got %q, want %s", r.stderr.String(), want)
@@ -188,20 +184,13 @@ h2:0/1) roster 2; tell synced 2; hosts h2; roster 3;
 h3:0/1) roster 4; tell synced 4; kill -9 $(cat agent.h3); sleep 100;;
 h3:0/2) roster 6; tell synced 6; tell done;;
 esac`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
-	for _, want := range []string{
+	r.ends(0)
+	r.says(&r.stderr,
 		"generation 2: 2 ranks: new: h2:0\n",
 		"generation 3: 1 rank: rank 0 (h1:0) leaves: its slot is not offered any more\n",
 		"generation 4: 2 ranks: new: h3:0\n",
 		"generation 5: 1 rank: rank 1 (h3:0): lost host h3: ",
-		"generation 6: 2 ranks: new: h3:0 (process 2)\n",
-	} {
-		if !strings.Contains(r.stderr.String(), want) {
-			t.Errorf("got %q, want %q", r.stderr.String(), want)
-		}
-	}
+		"generation 6: 2 ranks: new: h3:0 (process 2)\n")
 }
 
 // TestElasticNotice sends SIGTERM to the agent of a host. The ranks there leave together, and later the end
@@ -221,13 +210,9 @@ esac`)})
 	writeFile(filepath.Join(dir, "left"), "")
 	r.awaitOutput(&r.stderr, "lost host h2, which had no rank any more: ", 1)
 	writeFile(filepath.Join(dir, "go"), "")
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	want := "generation 2: 1 rank: rank 1 (h2:0) leaves: SIGTERM to the agent on its host; rank 2 (h2:1) leaves: "
-	if !strings.Contains(r.stderr.String(), want) {
-		t.Errorf("got %q, want %q", r.stderr.String(), want)
-	}
+	r.says(&r.stderr, want)
 }
 
 // TestElasticRefusal adds a slot to a host whose agent has no file descriptor left for another rank. The host
@@ -251,9 +236,7 @@ esac`)})
 		t.Fatal(err)
 	}
 	writeFile(filepath.Join(dir, "limited"), "")
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	const want = "generation 2: 1 rank: rank 1 (h2:0): lost host h2: "
 	if text := r.stderr.String(); !strings.Contains(text, want) || !strings.Contains(text, "too many open files") {
 		t.Errorf("got %q, want %q, and the reason", text, want)
@@ -269,9 +252,7 @@ func TestElasticDiscovery(t *testing.T) {
 esac`)
 	r := start(t, spec{NP: 1, Hosts: "h1", Elastic: &elasticSpec{Min: 1, Folder: dir, Discover: true},
 		Command: elasticScript(dir, `roster 1; tell synced 1; await enough; tell done`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	for want, n := range map[string]int{
 		"hvdrun: waiting up to 1m0s for 1 slot; there are 0\n":                                1,
 		"/hosts: it has printed no hosts: all are down\n":                                     1,
@@ -350,9 +331,7 @@ func TestElasticCulprit(t *testing.T) {
 esac`)
 	script[2] = strings.Replace(script[2], "tell ready", "case $me in *:0/2) >second; exec sleep 1000;; esac; tell ready", 1)
 	r := start(t, spec{NP: 2, Elastic: &elasticSpec{Min: 2, CooldownMS: 1, Folder: dir}, Command: script})
-	if got := r.wait(); got != 3 {
-		t.Errorf("got exit status %d, want 3", got)
-	}
+	r.ends(3)
 	res := r.outcome()
 	if len(res.Roots) != 1 || res.Ranks[res.Roots[0]].Code != 3 ||
 		!slices.Equal(res.Ranks[res.Roots[0]].Stderr, []string{"the cause"}) {

@@ -89,9 +89,7 @@ func TestSeveralHosts(t *testing.T) {
 			"HVD_TYPO=1", "HVD_HOSTID={host}", "A=0",
 			"PATH=/nowhere", "RANK=9", "MASTER_ADDR=other", "CUDA_VISIBLE_DEVICES={host}",
 		}, Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	lines := strings.Split(r.stdout.String(), "\n")
 	dir, err := os.Getwd()
 	if err != nil {
@@ -166,9 +164,7 @@ func TestStatusOverHosts(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{NP: 4, Hosts: "h1:2,h2:2", Command: sh(c.script)})
-			if got := r.wait(); got != c.want {
-				t.Errorf("got exit status %d, want %d", got, c.want)
-			}
+			r.ends(c.want)
 			res := r.outcome()
 			if res.Status != c.want || !slices.Equal(res.Roots, c.roots) || len(res.Ranks) != 4 ||
 				res.Ranks[1].Host != "h1" || res.Ranks[2].Host != "h2" {
@@ -192,9 +188,7 @@ func TestReportNamesHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10,
 		Command: sh(`[ $HOROVOD_RANK = 1 ] && exit 3; sleep 1000`)})
-	if got := r.wait(); got != 3 {
-		t.Errorf("got exit status %d, want 3", got)
-	}
+	r.ends(3)
 	if !regexp.MustCompile(`  rank 0: killed by SIGTERM from hvdrun, pid \d+ on h1, at `).MatchString(
 		r.stderr.String()) {
 		t.Errorf("got %s", r.stderr.String())
@@ -213,9 +207,7 @@ func TestSignalsOverHosts(t *testing.T) {
 				Command: []string{self(), "rank", "obey"}})
 			r.awaitOutput(&r.stdout, "ready", 3)
 			r.signal(c.sent)
-			if got := r.wait(); got != c.want {
-				t.Errorf("got exit status %d, want %d", got, c.want)
-			}
+			r.ends(c.want)
 			for rank := range 3 {
 				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank,
 					unix.SignalName(c.sent)); !strings.Contains(r.stdout.String(), want) {
@@ -274,9 +266,7 @@ func TestSIGTERMAfterAgent(t *testing.T) {
 		r.signal(unix.SIGTERM)
 		return strings.Contains(r.stderr.String(), "SIGTERM again: killing the ranks")
 	})
-	if got := r.wait(); got != 143 {
-		t.Errorf("got exit status %d, want 143", got)
-	}
+	r.ends(143)
 }
 
 // TestSignalsToAgent sends signals to the agent of a host. SIGTERM ends the job as SIGTERM to the launcher
@@ -289,9 +279,7 @@ func TestSignalsToAgent(t *testing.T) {
 	r.awaitOutput(&r.stdout, "got", 3)
 	r.signal(unix.SIGTERM)
 	writeFile(filepath.Join(r.cmd.Dir, "go"), "")
-	if got := r.wait(); got != 143 {
-		t.Errorf("got exit status %d, want 143", got)
-	}
+	r.ends(143)
 	if got := strings.Count(r.stdout.String(), "saved"); got != 3 {
 		t.Errorf("got %d ranks that have ended by themselves, want 3", got)
 	}
@@ -342,9 +330,7 @@ func TestAgentIsKilled(t *testing.T) {
 				Command: sh("(setsid sh -c 'sleep 1000; true' &); echo ready; sleep 1000; true")})
 			r.awaitOutput(&r.stdout, "ready", 3)
 			unix.Kill(r.agentOf("h2"), unix.SIGKILL)
-			if got := r.wait(); got != 137 {
-				t.Errorf("got exit status %d, want 137", got)
-			}
+			r.ends(137)
 			res := r.outcome()
 			if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost ||
 				res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
@@ -365,9 +351,7 @@ func TestAgentIsStopped(t *testing.T) {
 		Command: sh("echo ready; sleep 1000; true")})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	unix.Kill(r.agentOf("h2"), unix.SIGSTOP)
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
+	r.ends(137)
 	if want := "rank 1: lost host h2: received nothing from the other end for 3s"; !strings.Contains(r.stderr.String(), want) {
 		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
 	}
@@ -425,9 +409,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		})
 	})
 	r.signal(unix.SIGCONT)
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
+	r.ends(137)
 	const want = "the launcher is gone, and the ranks were killed (connection to the launcher: received nothing from the other end for 6s)"
 	if strings.Count(r.stderr.String(), want) == 0 || strings.Contains(r.stderr.String(), "are still alive") {
 		t.Errorf("got %s, want %q", r.stderr.String(), want)
@@ -464,9 +446,7 @@ func TestLostHostIsBlamed(t *testing.T) {
 			r.awaitOutput(&r.stdout, "word", 1)
 		}
 	}
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
+	r.ends(137)
 	if res := r.outcome(); !slices.Equal(res.Roots, []int{1}) || res.Ranks[0].Code != 5 {
 		t.Errorf("got %+v, want rank 1 blamed", res)
 	}
@@ -556,9 +536,7 @@ func TestSecretIsForAgents(t *testing.T) {
 	}
 	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`),
 		Command: []string{"true"}})
-	if got := r.wait(); got != 1 {
-		t.Errorf("got exit status %d, want 1", got)
-	}
+	r.ends(1)
 	if received, err := os.ReadFile(file); err != nil || len(received) > 0 {
 		t.Errorf("the program was sent %d bytes (error %v), want none", len(received), err)
 	}
@@ -570,12 +548,8 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 		Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	unix.Kill(r.helper("1"), unix.SIGKILL)
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
-	if !strings.Contains(r.stderr.String(), "rank 1: its helper process was killed") {
-		t.Errorf("the report does not say so:\n%s", r.stderr.String())
-	}
+	r.ends(137)
+	r.says(&r.stderr, "rank 1: its helper process was killed")
 }
 
 // TestHelperIsStopped stops a helper, so that the helper carries out no orders. The agent must kill the
@@ -587,9 +561,7 @@ func TestHelperIsStopped(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	unix.Kill(r.helper("0"), unix.SIGSTOP)
 	r.signal(unix.SIGINT)
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
+	r.ends(130)
 	for _, never := range []string{"lost", "still alive after SIGKILL"} {
 		if strings.Contains(r.stderr.String(), never) {
 			t.Errorf("the agent did not kill the helper, or was killed because of it:\n%s", r.stderr.String())
@@ -666,14 +638,8 @@ func TestHostsThatAreNotReady(t *testing.T) {
 				}
 			}
 			r := start(t, c.s)
-			if got := r.wait(); got != c.want {
-				t.Errorf("got exit status %d, want %d", got, c.want)
-			}
-			for _, want := range c.stderr {
-				if !strings.Contains(r.stderr.String(), want) {
-					t.Errorf("got %q, want %q", r.stderr.String(), want)
-				}
-			}
+			r.ends(c.want)
+			r.says(&r.stderr, c.stderr...)
 			if c.exclude != "" && strings.Contains(r.stderr.String(), c.exclude) {
 				t.Errorf("got %q, which has %q", r.stderr.String(), c.exclude)
 			}
@@ -748,9 +714,7 @@ func TestOutputOverHosts(t *testing.T) {
 	dir := t.TempDir()
 	r := start(t, spec{NP: 3, Hosts: "h1:2,h2", OutputDir: dir,
 		Command: sh(`seq 300000; printf 'half '$HOROVOD_RANK >&2`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	var all bytes.Buffer
 	for i := range 300000 {
 		fmt.Fprintln(&all, i+1)

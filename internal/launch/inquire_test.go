@@ -20,9 +20,7 @@ func TestQuitAsks(t *testing.T) {
 		t.Errorf("got %q, want no rank to get a signal", r.stdout.String())
 	}
 	r.signal(unix.SIGQUIT)
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	if n := strings.Count(r.stdout.String(), "got SIGQUIT"); n != 2 {
 		t.Errorf("%d ranks got SIGQUIT, want 2", n)
 	}
@@ -41,9 +39,7 @@ func TestQuitAsks(t *testing.T) {
 
 func TestEpilogue(t *testing.T) {
 	r := start(t, spec{NP: 2, Inquire: true, Command: sh(`[ $HOROVOD_RANK = 1 ] || exit 0; exit 3`)})
-	if got := r.wait(); got != 3 {
-		t.Errorf("got exit status %d, want 3", got)
-	}
+	r.ends(3)
 	_, after, found := strings.Cut(r.stderr.String(), "Root cause")
 	if want := regexp.MustCompile(
 		`-\nepilogue \["exit status 0, at [0-9:.]+" "exit status 3, at [0-9:.]+"\]\n$`); !found ||

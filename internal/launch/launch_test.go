@@ -38,9 +38,7 @@ func TestStatus(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{NP: c.np, Command: sh(c.script)})
-			if got := r.wait(); got != c.want {
-				t.Errorf("got exit status %d, want %d", got, c.want)
-			}
+			r.ends(c.want)
 			res := r.outcome()
 			if res.Status != c.want || !slices.Equal(res.Roots, c.roots) || len(res.Ranks) != c.np {
 				t.Errorf("got result %+v, want status %d, roots %v", res, c.want, c.roots)
@@ -54,9 +52,7 @@ func TestStatus(t *testing.T) {
 
 func TestManyRanks(t *testing.T) {
 	r := start(t, spec{NP: 64, Command: []string{"true"}})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 }
 
 func TestCommandThatCannotRun(t *testing.T) {
@@ -81,9 +77,7 @@ func TestCommandThatCannotRun(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r := start(t, spec{NP: 3, Command: []string{c.command}})
-			if got := r.wait(); got != c.want {
-				t.Errorf("got exit status %d, want %d", got, c.want)
-			}
+			r.ends(c.want)
 			if out := r.stderr.String(); !strings.Contains(out, c.command) ||
 				strings.Contains(out, "Root cause") {
 				t.Errorf("got %q, want the command named and no report", out)
@@ -128,9 +122,7 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 func TestEnvironment(t *testing.T) {
 	r := start(t, spec{NP: 2, NoPrefix: true, Set: []string{"A=1", "A=2", "HOROVOD_CYCLE_TIME=3"},
 		Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	var lines []string
 	for _, l := range strings.Split(r.stdout.String(), "\n") {
 		if strings.HasPrefix(l, "1:") {
@@ -202,9 +194,7 @@ func TestSignalsEndTheJob(t *testing.T) {
 			r := start(t, spec{NP: 3, GraceMS: 60_000, Command: []string{self(), "rank", "obey"}})
 			r.awaitOutput(&r.stdout, "ready", 3)
 			r.signal(c.sent)
-			if got := r.wait(); got != c.want {
-				t.Errorf("got exit status %d, want %d", got, c.want)
-			}
+			r.ends(c.want)
 			for rank := range 3 {
 				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank, c.seen); !strings.Contains(
 					r.stdout.String(), want) {
@@ -222,9 +212,7 @@ func TestSignalsAreForwarded(t *testing.T) {
 			r := start(t, spec{NP: 2, Command: []string{self(), "rank", "obey"}})
 			r.awaitOutput(&r.stdout, "ready", 2)
 			r.signal(s)
-			if got := r.wait(); got != 0 {
-				t.Errorf("got exit status %d, want 0", got)
-			}
+			r.ends(0)
 			if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
 				t.Errorf("%d ranks got the signal, want 2", n)
 			}
@@ -238,9 +226,7 @@ func TestSecondInterruptKills(t *testing.T) {
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stderr, "a second signal kills them", 1)
 	r.interruptAgain()
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
+	r.ends(130)
 }
 
 // interruptAgain sends SIGINT repeatedly until the launcher counts one of them as a second signal.
@@ -276,9 +262,7 @@ func TestSignalThatComesTwice(t *testing.T) {
 			})
 			r.signal(unix.SIGUSR1)
 			r.awaitOutput(&r.stdout, "user", 1)
-			if err := os.WriteFile(file, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			writeFile(file, "")
 			if got := r.wait(); got != 128+int(s) || !strings.Contains(r.stdout.String(), "saved") {
 				t.Errorf("got exit status %d and %q, want %d and the rank's last line", got,
 					r.stdout.String(), 128+int(s))
@@ -327,28 +311,20 @@ func TestCommandThatLeavesItsGroup(t *testing.T) {
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stdout, "got SIGINT", 2)
 	r.signal(unix.SIGTERM) // counts as a second signal, because it differs from the first
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
+	r.ends(130)
 }
 
 func TestGraceEnds(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, Command: []string{self(), "rank", "ignore"}})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGTERM)
-	if got := r.wait(); got != 143 {
-		t.Errorf("got exit status %d, want 143", got)
-	}
+	r.ends(143)
 }
 
 func TestContextEndsTheJob(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, TimeoutMS: 200, Command: []string{self(), "rank", "ignore"}})
-	if got := r.wait(); got != 143 {
-		t.Errorf("got exit status %d, want 143", got)
-	}
-	if !strings.Contains(r.stderr.String(), "deadline exceeded") {
-		t.Errorf("got %q, want the context's error", r.stderr.String())
-	}
+	r.ends(143)
+	r.says(&r.stderr, "deadline exceeded")
 }
 
 // TestGraceIsForTheWholeGroup checks that after SIGTERM the processes in a rank's process group get time to
@@ -359,9 +335,7 @@ func TestGraceIsForTheWholeGroup(t *testing.T) {
 		`" rank tidy; true`)})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGTERM)
-	if got := r.wait(); got != 143 {
-		t.Errorf("got exit status %d, want 143", got)
-	}
+	r.ends(143)
 	if n := strings.Count(r.stdout.String(), "clean\n"); n != 2 {
 		t.Errorf("%d of 2 ranks could clean up", n)
 	}
@@ -402,12 +376,8 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 		2) ` + laterScript(file) + `exit 3;;
 		esac`)})
 	r.awaitOutput(&r.stdout, "ready", 2)
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if got := r.wait(); got != 3 {
-		t.Errorf("got exit status %d, want 3", got)
-	}
+	writeFile(file, "")
+	r.ends(3)
 	res := r.outcome()
 	if e := res.Ranks[0]; e.Signal != unix.SIGKILL || e.Sent != unix.SIGKILL {
 		t.Errorf("the rank that ignores SIGTERM: got %+v, want killed by the launcher", e)
@@ -415,9 +385,7 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	if e := res.Ranks[1]; e.Code != 0 || e.Sent != unix.SIGTERM {
 		t.Errorf("the rank that obeys: got %+v, want ended by SIGTERM", e)
 	}
-	if !strings.Contains(r.stderr.String(), "  rank 0: killed by SIGKILL from hvdrun, pid ") {
-		t.Errorf("rank 0 is missing in the report:\n%s", r.stderr.String())
-	}
+	r.says(&r.stderr, "  rank 0: killed by SIGKILL from hvdrun, pid ")
 }
 
 // goProgram writes a program that "go run" can run, and returns its directory. The program prints "ready" and
@@ -486,12 +454,8 @@ func TestGoRunShowsItsOwnLines(t *testing.T) {
 			unix.Kill(p.pid, unix.SIGKILL)
 		}
 	}
-	if got := r.wait(); got != 1 {
-		t.Errorf("got exit status %d, want go run's 1", got)
-	}
-	if !strings.Contains(r.stderr.String(), "      signal: killed\n") {
-		t.Errorf("the report lacks go run's line:\n%s", r.stderr.String())
-	}
+	r.ends(1)
+	r.says(&r.stderr, "      signal: killed\n")
 }
 
 // TestHelperIsKilled kills a helper. The rank of that helper must be the root cause, and all processes of the
@@ -501,16 +465,12 @@ func TestHelperIsKilled(t *testing.T) {
 		Command: sh("setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); sleep 1000; true")})
 	r.await("all processes", func() bool { return len(r.processes()) == 2*6 })
 	unix.Kill(r.helper("1"), unix.SIGKILL)
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
+	r.ends(137)
 	res := r.outcome()
 	if !slices.Equal(res.Roots, []int{1}) || !res.Ranks[1].Lost || res.Ranks[1].PID == 0 {
 		t.Errorf("got %+v, want rank 1 lost", res)
 	}
-	if !strings.Contains(r.stderr.String(), "rank 1: its helper process was killed") {
-		t.Errorf("the report does not say so:\n%s", r.stderr.String())
-	}
+	r.says(&r.stderr, "rank 1: its helper process was killed")
 }
 
 // TestCommandDiesWithItsHelper checks that the command of a rank dies if its helper is killed. The launcher
@@ -522,9 +482,7 @@ func TestCommandDiesWithItsHelper(t *testing.T) {
 	unix.Kill(r.helper("0"), unix.SIGKILL)
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
 	r.signal(unix.SIGCONT)
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
+	r.ends(137)
 }
 
 func TestHelperObeysOnlyTheLauncher(t *testing.T) {
@@ -549,9 +507,7 @@ func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
 		t.Run(script, func(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{NP: 2, Command: sh(script)})
-			if got := r.wait(); got != 0 {
-				t.Errorf("got exit status %d, want 0", got)
-			}
+			r.ends(0)
 			if n := strings.Count(r.stdout.String(), "<stdout>:done\n"); n != 2 {
 				t.Errorf("%d of 2 ranks have printed", n)
 			}
@@ -576,9 +532,7 @@ func TestOutputHeldFromOutside(t *testing.T) {
 	if len(held) == 0 {
 		t.Fatal("could not open the rank's output")
 	}
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	writeFile(file, "")
 	if got := r.wait(); got != 0 || !strings.Contains(r.stdout.String(), "<stdout>:done\n") {
 		t.Errorf("got exit status %d and %q, want 0 and all output", got, r.stdout.String())
 	}
@@ -612,9 +566,7 @@ func TestAlikeFailures(t *testing.T) {
 		[0-4]) echo same >&2;;
 		esac
 		exit 1`)})
-	if got := r.wait(); got != 1 {
-		t.Errorf("got exit status %d, want 1", got)
-	}
+	r.ends(1)
 	_, report, _ := strings.Cut(r.stderr.String(), "Root cause")
 	for want, n := range map[string]int{
 		"last lines on stderr:\n      same\n": 1, "last lines on stderr:\n      other\n": 1,
@@ -672,20 +624,12 @@ func TestRootCause(t *testing.T) {
 			}
 			r := start(t, s)
 			r.awaitOutput(&r.stderr, ": exit status 1; waiting 1m0s for the other ", 1)
-			if err := os.WriteFile(file, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
-			if got := r.wait(); got != c.status {
-				t.Errorf("got exit status %d, want %d", got, c.status)
-			}
+			writeFile(file, "")
+			r.ends(c.status)
 			if res := r.outcome(); !slices.Equal(res.Roots, c.roots) {
 				t.Errorf("got roots %v, want %v", res.Roots, c.roots)
 			}
-			for _, want := range c.report {
-				if !strings.Contains(r.stderr.String(), want) {
-					t.Errorf("the report lacks %q", want)
-				}
-			}
+			r.says(&r.stderr, c.report...)
 		})
 	}
 }
@@ -693,9 +637,7 @@ func TestRootCause(t *testing.T) {
 func TestReportShowsTheLastLines(t *testing.T) {
 	r := start(t, spec{NP: 1,
 		Command: sh(`for i in $(seq 100 130); do echo line $i >&2; done; printf 'half' >&2; exit 1`)})
-	if got := r.wait(); got != 1 {
-		t.Errorf("got exit status %d, want 1", got)
-	}
+	r.ends(1)
 	_, report, _ := strings.Cut(r.stderr.String(), "Root cause")
 	if strings.Contains(report, "line 111\n") || !strings.Contains(report, "      line 112\n") ||
 		!strings.Contains(report, "      line 130\n      half\n") {
@@ -722,9 +664,7 @@ func TestPrefixes(t *testing.T) {
 	} {
 		c.s.Command = sh(script)
 		r := start(t, c.s)
-		if got := r.wait(); got != 0 {
-			t.Errorf("got exit status %d, want 0", got)
-		}
+		r.ends(0)
 		out := r.stdout.String()
 		if !regexp.MustCompile(c.stdout).MatchString(out) {
 			t.Errorf("%+v: got %q on stdout, want %q", c.s, out, c.stdout)
@@ -740,9 +680,7 @@ func TestPrefixes(t *testing.T) {
 func TestLongLinesAreNotMixed(t *testing.T) {
 	const np = 4
 	r := start(t, spec{NP: np, Command: []string{self(), "rank", "flood"}})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	var got [np]int
 	for l := range strings.Lines(r.stdout.String()) {
 		m := regexp.MustCompile(`^\[([0-3])\]<stdout>:(.*)\n$`).FindStringSubmatch(l)
@@ -769,9 +707,7 @@ func TestOutputFiles(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "new", "logs")
 	r := start(t, spec{NP: 11, OutputDir: dir,
 		Command: sh(`printf "a\rb $HOROVOD_RANK\n\nhalf"; echo e$HOROVOD_RANK >&2`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	for rank := range 11 {
 		for name, want := range map[string]string{"stdout": fmt.Sprintf("a\rb %d\n\nhalf", rank),
 			"stderr": fmt.Sprintf("e%d\n", rank)} {
@@ -788,9 +724,7 @@ func TestOutputFiles(t *testing.T) {
 
 func TestOutputFilesCannotBeMade(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	writeFile(file, "")
 	started := filepath.Join(t.TempDir(), "started")
 	r := start(t, spec{NP: 2, OutputDir: file, Command: []string{"touch", started}})
 	if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), file) {
@@ -871,16 +805,12 @@ echo ready; until [ -e go ]; do sleep 0.01; done; echo more; while :; do sleep 0
 			} else {
 				writeFile(filepath.Join(dir, "go"), "")
 			}
-			if got := r.wait(); got != status {
-				t.Errorf("got exit status %d, want %d", got, status)
-			}
+			r.ends(status)
 			if _, err := os.Stat(filepath.Join(dir, "checkpoint")); err != nil {
 				t.Error(err)
 			}
 			want := "launch: output was lost: write /dev/stdout: broken pipe\n"
-			if !strings.Contains(r.stderr.String(), want) {
-				t.Errorf("got %q, want %q", r.stderr.String(), want)
-			}
+			r.says(&r.stderr, want)
 		})
 	}
 }
@@ -896,9 +826,7 @@ func TestOutputLostAtTheEnd(t *testing.T) {
 	r := start(t, spec{NP: 1, GraceMS: 60_000, EchoMS: 60_000, stdout: writer, NoPrefix: true,
 		Command: sh("echo a")})
 	writer.Close()
-	if got := r.wait(); got != 141 {
-		t.Errorf("got exit status %d, want 141", got)
-	}
+	r.ends(141)
 }
 
 // TestBlockedTerminal runs ranks with endless output that nothing reads. The launcher must use bounded memory
@@ -944,7 +872,5 @@ func blockedTerminal(t *testing.T, hosts string) {
 		t.Errorf("the launcher has used %s kB, want at most 256 MiB", peak[1])
 	}
 	r.signal(unix.SIGINT)
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
+	r.ends(130)
 }

@@ -405,6 +405,24 @@ func (r *run) wait() int {
 	return r.cmd.ProcessState.ExitCode()
 }
 
+// ends waits for the launcher, which must end with the given exit status.
+func (r *run) ends(status int) {
+	r.t.Helper()
+	if got := r.wait(); got != status {
+		r.t.Errorf("got exit status %d, want %d", got, status)
+	}
+}
+
+// says checks that the output in b contains all texts.
+func (r *run) says(b *buffer, texts ...string) {
+	r.t.Helper()
+	for _, text := range texts {
+		if !strings.Contains(b.String(), text) {
+			r.t.Errorf("got %q, want %q in it", b.String(), text)
+		}
+	}
+}
+
 // outcome returns the Result of the job. It may be called only after wait.
 func (r *run) outcome() (res launch.Result) {
 	r.t.Helper()

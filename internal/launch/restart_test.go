@@ -38,9 +38,7 @@ func TestRestart(t *testing.T) {
 	r := start(t, spec{Servers: 2, Workers: 1, Restarts: 2, OutputDir: dir, Command: nodeScript(t,
 		untilFinished, `printf "life $n"; case $DMLC_RANK.$n in 1.1) exit 7;; 1.2) echo >back;; esac; await finished`,
 		`echo life $n; case $n in 1) kill -9 $$;; 2) exit 3;; esac; await back; finish`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	for name, want := range map[string]string{"worker 0": "life 1\nlife 2\nlife 3\n", "server 0": "life 1\n",
 		"server 1": "life 1\nlife 2\n"} {
 		var got strings.Builder
@@ -94,16 +92,10 @@ func TestRestartsUsedUp(t *testing.T) {
 	r := start(t, spec{Servers: 1, Workers: 2, Restarts: 2, Command: nodeScript(t, untilFinished,
 		`[ $n = 1 ] && exit 9; echo >back; await finished`,
 		`[ $DMLC_RANK = 1 ] && await finished; echo life $n >&2; [ $n = 3 ] && await back; exit $n`)})
-	if got := r.wait(); got != 3 {
-		t.Errorf("got exit status %d, want 3", got)
-	}
-	for _, want := range []string{"Root cause (first observed failure):\n  worker 0: exit status 3, after 2 restarts\n",
+	r.ends(3)
+	r.says(&r.stderr, "Root cause (first observed failure):\n  worker 0: exit status 3, after 2 restarts\n",
 		"last lines on stderr:\n      life 3\n", "\n  server 0: killed by SIGTERM from hvdrun, pid",
-		"hvdrun: worker 0: exit status 3, after 2 restarts; waiting 5s for the other nodes to end\n"} {
-		if !strings.Contains(r.stderr.String(), want) {
-			t.Errorf("got %q, want %q", r.stderr.String(), want)
-		}
-	}
+		"hvdrun: worker 0: exit status 3, after 2 restarts; waiting 5s for the other nodes to end\n")
 	if res := r.outcome(); !slices.Equal(res.Roots, []int{2}) || len(res.Restarts) != 3 {
 		t.Errorf("got result %+v, want root 2 and 3 restarts", res)
 	}
@@ -126,9 +118,7 @@ func TestNoRestartWithoutScheduler(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{Servers: 1, Workers: 1, Restarts: 9, NoticeMS: 100,
 				Command: nodeScript(t, c.scheduler, untilFinished, c.worker)})
-			if got := r.wait(); got != c.status {
-				t.Errorf("got exit status %d, want %d", got, c.status)
-			}
+			r.ends(c.status)
 			if res := r.outcome(); !slices.Equal(res.Roots, []int{c.root}) {
 				t.Errorf("got result %+v, want root %d", res, c.root)
 			}
@@ -142,13 +132,9 @@ func TestRestartAfterHelperDeath(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{Servers: 1, Workers: 1, Restarts: 1, Command: nodeScript(t, untilFinished,
 		untilFinished, `if [ $n = 1 ]; then kill -9 $PPID; sleep 1000; fi; finish`)})
-	if got := r.wait(); got != 0 {
-		t.Errorf("got exit status %d, want 0", got)
-	}
+	r.ends(0)
 	const want = "hvdrun: worker 0: its helper process was killed, and the command with it; starting it again"
-	if !strings.Contains(r.stderr.String(), want) {
-		t.Errorf("got %q, want %q", r.stderr.String(), want)
-	}
+	r.says(&r.stderr, want)
 }
 
 // TestRestartOfMissingProgram takes the program away before a node is started again, as a build does for a
@@ -172,9 +158,7 @@ func TestRestartOfMissingProgram(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if got := r.wait(); got != want {
-				t.Errorf("got exit status %d, want %d", got, want)
-			}
+			r.ends(want)
 			if want != 0 && (!strings.Contains(r.stderr.String(), "\n  "+why+", after a restart\n") ||
 				strings.Contains(r.stderr.String(), "pid:  0")) {
 				t.Errorf("got %q, want a report with %q and no process ID", r.stderr.String(), why)
@@ -204,9 +188,7 @@ func TestRestartRefused(t *testing.T) {
 		}
 	}
 	writeFile(filepath.Join(dir, "limited"), "")
-	if got := r.wait(); got != 137 {
-		t.Errorf("got exit status %d, want 137", got)
-	}
+	r.ends(137)
 	if want := regexp.MustCompile(`\n  worker 0: lost host h\d: .*too many open files, after a restart\n`); !want.MatchString(
 		r.stderr.String()) {
 		t.Errorf("got %q, want %v", r.stderr.String(), want)
@@ -220,9 +202,7 @@ func TestSignalBeforeRestart(t *testing.T) {
 		untilFinished, `exit 3`)})
 	r.awaitOutput(&r.stderr, "(restart 3 of 1000)", 1)
 	r.signal(syscall.SIGINT)
-	if got := r.wait(); got != 130 {
-		t.Errorf("got exit status %d, want 130", got)
-	}
+	r.ends(130)
 	if res := r.outcome(); res.Signal != syscall.SIGINT || res.Roots != nil {
 		t.Errorf("got result %+v, want SIGINT and no root cause", res)
 	}
