@@ -98,12 +98,8 @@ func TestKilled(t *testing.T) {
 				var stderr bytes.Buffer
 				cmd.Stderr = &stderr
 				out, err := cmd.StdoutPipe()
-				if err != nil {
-					t.Fatal(err)
-				}
-				if err := cmd.Start(); err != nil {
-					t.Fatal(err)
-				}
+				noError(t, err)
+				noError(t, cmd.Start())
 				lines := bufio.NewScanner(out)
 				if !lines.Scan() {
 					_ = cmd.Wait()
@@ -124,9 +120,7 @@ func TestKilled(t *testing.T) {
 					t.Fatalf("the child failed: %s", stderr.String())
 				}
 				said, err := strconv.ParseUint(last, 10, 64)
-				if err != nil {
-					t.Fatal(err)
-				}
+				noError(t, err)
 				s, torn := mustReadKilled(t, path)
 				if torn {
 					cut++
@@ -142,9 +136,7 @@ func TestKilled(t *testing.T) {
 					t.Errorf("got operations up to %d, but Write had returned after %d", wrote, said)
 				}
 				names, err := segments(path)
-				if err != nil {
-					t.Fatal(err)
-				}
+				noError(t, err)
 				for _, name := range names {
 					mustRead(t, name)
 				}
@@ -164,17 +156,13 @@ func TestKilled(t *testing.T) {
 func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bool) {
 	t.Helper()
 	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	noError(t, err)
 	if s, err := timelinetest.Read(bytes.NewReader(b)); err == nil {
 		return s, false
 	}
 	if strings.HasSuffix(path, ".gz") {
 		z, err := gzip.NewReader(bytes.NewReader(b))
-		if err != nil {
-			t.Fatal(err)
-		}
+		noError(t, err)
 		b, _ = io.ReadAll(z) // if the gzip stream is incomplete, the text before the end is used
 	}
 	// Cut the text after the last complete event that has "fused", because only the last event of an
@@ -220,21 +208,13 @@ func TestReadWhileWriting(t *testing.T) {
 		}
 		for ctx.Err() == nil && complete < 20 {
 			f, err := os.Open(path)
-			if err != nil {
-				t.Fatal(err)
-			}
+			noError(t, err)
 			before, err := f.Stat()
-			if err != nil {
-				t.Fatal(err)
-			}
+			noError(t, err)
 			b, err := io.ReadAll(f)
-			if err != nil {
-				t.Fatal(err)
-			}
+			noError(t, err)
 			after, err := f.Stat()
-			if err != nil {
-				t.Fatal(err)
-			}
+			noError(t, err)
 			_ = f.Close()
 			if before.Size() != after.Size() {
 				changed++
@@ -286,9 +266,7 @@ func TestCap(t *testing.T) {
 				tl.Record(simple(number, "a"+strconv.Itoa(rand.IntN(50)),
 					"b"+strconv.FormatUint(rand.Uint64(), 36)))
 			}
-			if err := tl.Write(); err != nil {
-				t.Fatal(err)
-			}
+			noError(t, tl.Write())
 			most = max(most, usage(t, dir))
 		}
 		mustClose(t, tl)
@@ -358,21 +336,15 @@ func TestManySets(t *testing.T) {
 // both, and both count as dropped.
 func TestCloseCountsWhatWaits(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.Mkdir(dir, 0o700))
 	k := quick
 	k.retry = time.Hour
 	tl := mustStart(t, testConfig(filepath.Join(dir, "t.json")), k)
 	for n := range uint64(2) {
 		tl.Record(simple(n, "g"))
-		if err := tl.Write(); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, tl.Write())
 	}
-	if err := os.RemoveAll(dir); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.RemoveAll(dir))
 	tl.Record(simple(1, "g")) // the writer takes this operation from the batch and cannot write it
 	testnet.WantError(t, tl.Write(), "no such file")
 	tl.Record(simple(2, "g"))
@@ -391,12 +363,8 @@ func TestIdle(t *testing.T) {
 	tl.Record(simple(1, "g"))
 	testnet.Eventually(t, "the operation is written", func() bool { return operationsIn(cfg.Path) == 1 })
 	before, err := os.Stat(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := tl.Write(); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, err)
+	noError(t, tl.Write())
 	if after, err := os.Stat(dir); err != nil || !after.ModTime().Equal(before.ModTime()) {
 		t.Errorf("the folder was touched for nothing: %v", err)
 	}
@@ -438,9 +406,7 @@ func TestLeftovers(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "t.json")
 	for _, name := range []string{"t.1.json", "t.x.json", "t.03.json", ".t.json.new"} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte("mine"), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, os.WriteFile(filepath.Join(dir, name), []byte("mine"), 0o600))
 	}
 	mustClose(t, mustStart(t, testConfig(PathOf(path, 1)), quick))
 	for _, of := range []string{filepath.Join(dir, "t.2.json"), path} {
@@ -467,12 +433,8 @@ func TestLeftovers(t *testing.T) {
 	_, err := Start(fresh)
 	testnet.WantError(t, err, "t.3.json exists: choose another name")
 	link := filepath.Join(dir, "link.json")
-	if err := os.WriteFile(path, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Symlink("t.json", link); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.WriteFile(path, nil, 0o600))
+	noError(t, os.Symlink("t.json", link))
 	tl := mustStart(t, testConfig(link), quick)
 	tl.Record(simple(1, "g"))
 	mustClose(t, tl)
@@ -498,10 +460,8 @@ func TestOtherUsers(t *testing.T) {
 		t.Skip("only root can give a file to another user")
 	}
 	link, fifo := filepath.Join(dir, "link.json"), filepath.Join(dir, "fifo.json")
-	if err := errors.Join(os.WriteFile(path, []byte("precious"), 0o600), os.Symlink(path, link),
-		syscall.Mkfifo(fifo, 0o666), os.Lchown(link, 1234, 1234), os.Lchown(fifo, 1234, 1234)); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, errors.Join(os.WriteFile(path, []byte("precious"), 0o600), os.Symlink(path, link),
+		syscall.Mkfifo(fifo, 0o666), os.Lchown(link, 1234, 1234), os.Lchown(fifo, 1234, 1234)))
 	for _, at := range []string{link, fifo} {
 		_, err := start(testConfig(at), quick)
 		testnet.WantError(t, err, at, "user 1234")
@@ -515,18 +475,14 @@ func TestOtherUsers(t *testing.T) {
 // If another file replaces the timeline file, the timeline begins a new file and loses no operation.
 func TestRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.Mkdir(dir, 0o700))
 	log, entries := testnet.Logs()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
 	cfg.Log = log
 	k := quick
 	k.tensors = 16
 	tl := mustStart(t, cfg, k)
-	if err := os.RemoveAll(dir); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.RemoveAll(dir))
 	number := uint64(0)
 	testnet.Eventually(t, "operations are dropped", func() bool {
 		number++
@@ -539,28 +495,20 @@ func TestRemoved(t *testing.T) {
 	if err := tl.Write(); err == nil {
 		t.Error("Write says that it has written")
 	}
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.Mkdir(dir, 0o700))
 	testnet.Eventually(t, "it is written again", func() bool {
 		return testnet.Logged(entries, "works again")
 	})
 	tl.Record(simple(number+1, "g"))
-	if err := tl.Write(); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, tl.Write())
 	s := mustRead(t, cfg.Path)
 	if n := len(s.Operations); n == 0 || s.Operations[n-1].Number != number+1 || s.Segment < 2 {
 		t.Errorf("got %+v, want a new segment with the last operation", s)
 	}
 
 	foreign := filepath.Join(dir, "foreign")
-	if err := os.WriteFile(foreign, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Rename(foreign, cfg.Path); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.WriteFile(foreign, nil, 0o600))
+	noError(t, os.Rename(foreign, cfg.Path))
 	before := tl.Dropped()
 	tl.Record(simple(number+2, "g"))
 	testnet.Eventually(t, "it goes on", func() bool { // Write may be the first to notice
@@ -586,18 +534,14 @@ func TestRemoved(t *testing.T) {
 // If Close cannot write operations, it returns an error and counts the operations as dropped.
 func TestCloseFails(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.Mkdir(dir, 0o700))
 	cfg := testConfig(filepath.Join(dir, "t.json"))
 	k := quick
 	k.interval = time.Hour
 	tl := mustStart(t, cfg, k)
 	tl.Record(simple(1, "g"))
 	tl.Record(simple(2, "g"))
-	if err := os.RemoveAll(dir); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, os.RemoveAll(dir))
 	err := tl.Close()
 	testnet.WantError(t, err, "close ", "2 operations", "no such file")
 	if tl.Dropped() != 2 || !errors.Is(tl.Close(), err) {
@@ -617,16 +561,12 @@ func TestDevices(t *testing.T) {
 func TestFIFO(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		path := filepath.Join(t.TempDir(), name)
-		if err := syscall.Mkfifo(path, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, syscall.Mkfifo(path, 0o600))
 		k := quick
 		k.tensors = 1 << 12
 		tl := mustStart(t, testConfig(path), k)
 		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		noError(t, err)
 		var wg sync.WaitGroup
 		var s *timelinetest.Summary
 		wg.Go(func() { s, err = timelinetest.Read(f) })
@@ -644,9 +584,7 @@ func TestFIFO(t *testing.T) {
 
 func TestStuck(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "fifo")
-	if err := syscall.Mkfifo(path, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, syscall.Mkfifo(path, 0o600))
 	k := quick
 	k.timeout = 100 * time.Millisecond
 	tl := mustStart(t, testConfig(path), k)

@@ -44,29 +44,31 @@ func testConfig(path string) Config {
 		Monotonic: 5*time.Second + 1}}
 }
 
-func mustStart(t testing.TB, cfg Config, k knobs) *Timeline {
+// noError ends the test if a call has failed.
+func noError(t testing.TB, err error) {
 	t.Helper()
-	tl, err := start(cfg, k)
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+func mustStart(t testing.TB, cfg Config, k knobs) *Timeline {
+	t.Helper()
+	tl, err := start(cfg, k)
+	noError(t, err)
 	t.Cleanup(func() { _ = tl.Close() })
 	return tl
 }
 
 func mustClose(t testing.TB, tl *Timeline) {
 	t.Helper()
-	if err := tl.Close(); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, tl.Close())
 }
 
 func mustRead(t testing.TB, path string) *timelinetest.Summary {
 	t.Helper()
 	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	noError(t, err)
 	s, err := timelinetest.Read(bytes.NewReader(b))
 	if err != nil {
 		t.Fatalf("%s: %v\n%q", path, err, b[:min(len(b), 500)])
@@ -88,9 +90,7 @@ func operationsIn(path string) int {
 func folder(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	noError(t, err)
 	for _, e := range entries {
 		names = append(names, e.Name())
 	}
@@ -190,13 +190,9 @@ func TestText(t *testing.T) {
 			Name: "rank 2 to rank 0, tag 7", DType: tensor.Float32, Shape: tensor.Shape{6}, Bytes: 24,
 			Submitted: 4 * time.Millisecond, Granted: 5 * time.Millisecond, Begun: 5 * time.Millisecond,
 			Ended: 6 * time.Millisecond}}})
-	if err := tl.Write(); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, tl.Write())
 	got, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	noError(t, err)
 	want := `[
 {"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":1700000000123456}},
 {"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}},
@@ -431,9 +427,7 @@ func TestRandomOperations(t *testing.T) {
 						want = append(want, wantOperation(op, j, track))
 					}
 					if i%20 == 0 {
-						if err := tl.Write(); err != nil {
-							t.Fatal(err)
-						}
+						noError(t, tl.Write())
 					}
 				}
 				mustClose(t, tl)
@@ -441,9 +435,7 @@ func TestRandomOperations(t *testing.T) {
 					t.Errorf("%d operations were dropped", tl.Dropped())
 				}
 				names, err := segments(cfg.Path)
-				if err != nil {
-					t.Fatal(err)
-				}
+				noError(t, err)
 				var files []*timelinetest.Summary
 				for _, name := range append(names, cfg.Path) {
 					files = append(files, mustRead(t, name))
@@ -558,9 +550,7 @@ func TestMarks(t *testing.T) {
 		tl.Offset(trace.Offset{At: 2 * time.Millisecond, Offset: -1500, Error: 250, Job: job})
 		for i := range 10 {
 			tl.Record(simple(uint64(i+3), "g"))
-			if err := tl.Write(); err != nil {
-				t.Fatal(err)
-			}
+			noError(t, tl.Write())
 		}
 		mustClose(t, tl)
 		clock := timelinetest.Clock{At: 2000, Offset: -1.5, Error: 0.25}

@@ -36,28 +36,20 @@ func TestRecordedDuringFailure(t *testing.T) {
 		do   func(*Timeline) error
 	}{{"Write", (*Timeline).Write}, {"Close", (*Timeline).Close}} {
 		dir := filepath.Join(t.TempDir(), "d")
-		if err := os.Mkdir(dir, 0o700); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, os.Mkdir(dir, 0o700))
 		path := filepath.Join(dir, "t.json")
 		tl := mustStart(t, testConfig(path), byHand())
 		for n := range uint64(2) {
 			tl.Record(simple(n+1, "g"))
-			if err := tl.Write(); err != nil {
-				t.Fatal(err)
-			}
+			noError(t, tl.Write())
 		}
-		if err := os.RemoveAll(dir); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, os.RemoveAll(dir))
 		for n := range uint64(2) {
 			tl.Record(simple(n+3, "g"))
 			testnet.WantError(t, tl.Write(), "no such file")
 		}
 		tl.Record(simple(5, "g"))
-		if err := os.Mkdir(dir, 0o700); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, os.Mkdir(dir, 0o700))
 		if err := c.do(tl); err != nil {
 			t.Errorf("%s: %v", c.name, err)
 		}
@@ -160,9 +152,7 @@ func TestLargerThanMemory(t *testing.T) {
 		if took[3] || !took[0] || !took[1] {
 			t.Errorf("%s: took %v, want one operation that is too large at a time", name, took)
 		}
-		if err := tl.Write(); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, tl.Write())
 		want := slices.Compact(numbers(mustRead(t, path)))
 		if !slices.Contains(want, 2) {
 			t.Errorf("%s: got operations %v, want 2 among them", name, want)
@@ -172,9 +162,7 @@ func TestLargerThanMemory(t *testing.T) {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
 		for range 2 { // each Write swaps the two batches
-			if err := tl.Write(); err != nil {
-				t.Fatal(err)
-			}
+			noError(t, tl.Write())
 		}
 		tl.mu.Lock()
 		if got, fresh := tl.filling, newBatch(tensors); cap(got.records) != cap(fresh.records) ||
@@ -217,9 +205,7 @@ func numbers(files ...*timelinetest.Summary) (n []uint64) {
 func TestStreamResumes(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		path := filepath.Join(t.TempDir(), name)
-		if err := syscall.Mkfifo(path, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, syscall.Mkfifo(path, 0o600))
 		cfg := testConfig(path)
 		k := byHand()
 		k.tensors = 1 << 14
@@ -245,21 +231,15 @@ func TestStreamResumes(t *testing.T) {
 		for range 3 {
 			record(250) // the text of these operations is longer than one chunk
 			// The deadline also applies to the write in Close, so that Close does not block forever.
-			if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
-				t.Fatal(err)
-			}
+			noError(t, tl.stream.f.SetWriteDeadline(time.Now().Add(20*time.Millisecond)))
 			if err := tl.Write(); !errors.Is(err, os.ErrDeadlineExceeded) {
 				t.Fatalf("%s: got %v, want the pipe to be full", name, err)
 			}
 		}
 		record(1)
-		if err := tl.stream.f.SetWriteDeadline(time.Time{}); err != nil {
-			t.Fatal(err)
-		}
+		noError(t, tl.stream.f.SetWriteDeadline(time.Time{}))
 		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		noError(t, err)
 		var wg sync.WaitGroup
 		var s *timelinetest.Summary
 		wg.Go(func() { s, err = timelinetest.Read(f) })
@@ -282,9 +262,7 @@ func TestStreamResumes(t *testing.T) {
 // Write has written.
 func TestStreamCloseCounts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
-	if err := syscall.Mkfifo(path, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	noError(t, syscall.Mkfifo(path, 0o600))
 	cfg := testConfig(path)
 	k := byHand()
 	k.tensors, k.timeout = 1<<14, time.Second
