@@ -18,11 +18,7 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	c := start(t, n, nil)
 	wait := func(all ...chan error) {
 		t.Helper()
-		for _, done := range all {
-			if err := c.wait(done); err != nil {
-				t.Error(err)
-			}
-		}
+		c.succeeds(all...)
 	}
 	everywhere := func(name string) {
 		t.Helper()

@@ -157,6 +157,16 @@ func (c *cluster) wait(done chan error) error {
 	}
 }
 
+// succeeds checks that operations succeed.
+func (c *cluster) succeeds(all ...chan error) {
+	c.t.Helper()
+	for _, done := range all {
+		if err := c.wait(done); err != nil {
+			c.t.Error(err)
+		}
+	}
+}
+
 func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 	t.Run("event", func(t *testing.T) { f(t, false) })
 	t.Run("lockstep", func(t *testing.T) { f(t, true) })
@@ -186,12 +196,8 @@ func TestSubmitBehindAJoin(t *testing.T) {
 		c.each(func(r int) {
 			join := &tensorqueue.Entry{Request: message.Request{Kind: message.Join, Name: "join"}}
 			if r == 1 {
-				if err := c.wait(c.allreduce(r, "only here", make([]byte, 8))); err != nil {
-					t.Error(err)
-				}
-				if err := c.wait(c.submit(r, join)); err != nil {
-					t.Error(err)
-				}
+				c.succeeds(c.allreduce(r, "only here", make([]byte, 8)))
+				c.succeeds(c.submit(r, join))
 				return
 			}
 			joined := c.submit(r, join)
@@ -201,9 +207,7 @@ func TestSubmitBehindAJoin(t *testing.T) {
 				err.Error() != want {
 				t.Errorf("got error %v, want a UsageError: %s", err, want)
 			}
-			if err := c.wait(joined); err != nil {
-				t.Error(err)
-			}
+			c.succeeds(joined)
 		})
 		c.shutdown()
 	})
@@ -636,9 +640,7 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 			began := time.Now()
 			c.each(func(r int) {
 				for range 10 {
-					if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
-						t.Error(err)
-					}
+					c.succeeds(c.allreduce(r, "x", make([]byte, 8)))
 				}
 			})
 			if took := time.Since(began); took != 0 {

@@ -164,21 +164,15 @@ func TestMessagesOfARemovedSet(t *testing.T) {
 		if err := c.engines[1].Submit(received); err != nil {
 			t.Fatal(err)
 		}
-		if err := c.wait(sent); err != nil {
-			t.Error(err)
-		}
+		c.succeeds(sent)
 		one := c.submit(1, removal(1))
-		if err := c.wait(c.submit(0, removal(1))); err != nil {
-			t.Error(err)
-		}
+		c.succeeds(c.submit(0, removal(1)))
 		time.Sleep(15 * time.Second) // longer than the timeouts of the message and of silent ranks
 		if isDone(one) || isDone(message) {
 			t.Error("the removal or the message has ended before the earlier operation")
 		}
 		close(release)
-		if err := c.wait(one); err != nil {
-			t.Error(err)
-		}
+		c.succeeds(one)
 		if err := c.wait(message); !errors.Is(err, engine.ErrNoProcessSet) {
 			t.Errorf("the message: got error %v, want ErrNoProcessSet", err)
 		}

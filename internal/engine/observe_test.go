@@ -168,9 +168,7 @@ func TestOperationsAreTold(t *testing.T) {
 		c.each(func(r int) {
 			n := len(timelines[r].operations())
 			c.engines[r].Observer().Unwatch(&timelines[r])
-			if err := c.wait(c.submit(r, sum("later", make([]byte, 8)))); err != nil {
-				t.Error(err)
-			}
+			c.succeeds(c.submit(r, sum("later", make([]byte, 8))))
 			off, on := timelines[r].operations(), others[r].operations()
 			if len(off) != n || len(on) != n+1 || on[n].Records[0].Name != "later" {
 				t.Errorf("rank %d: the timeline that is off received %d further operations, the other one %d, want 0 and 1",
@@ -266,9 +264,7 @@ func TestPendingInAnOperation(t *testing.T) {
 	l.engine.Store(c.engines[0])
 	for range 2 {
 		c.each(func(r int) {
-			if err := c.wait(c.allreduce(r, "w", make([]byte, 16))); err != nil {
-				t.Error(err)
-			}
+			c.succeeds(c.allreduce(r, "w", make([]byte, 16)))
 		})
 	}
 	c.shutdown()
@@ -351,9 +347,7 @@ func TestCounts(t *testing.T) {
 			if err := c.wait(c.allreduce(r, "bad", make([]byte, 8+8*r))); !errors.As(err, &mismatch) {
 				t.Errorf("got %v, want a mismatch", err)
 			}
-			if err := c.wait(c.allreduce(r, "large", make([]byte, 800))); err != nil {
-				t.Error(err)
-			}
+			c.succeeds(c.allreduce(r, "large", make([]byte, 800)))
 		})
 		left := c.allreduce(0, "left", make([]byte, 8))
 		// Ignore errors: a Shutdown fails if rank 1 leaves first.
@@ -381,9 +375,7 @@ func TestGroupsAreTold(t *testing.T) {
 		c.each(func(r int) {
 			for _, types := range [][]tensor.DType{{tensor.Int64, tensor.Int64},
 				{tensor.Int64, tensor.Int8, tensor.Int64}} {
-				if err := c.wait(c.submit(r, group(types...))); err != nil {
-					t.Error(err)
-				}
+				c.succeeds(c.submit(r, group(types...)))
 			}
 		})
 		c.each(func(r int) {

@@ -49,9 +49,7 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
 	c.each(func(r int) {
 		for range 100 {
-			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
-				t.Error(err)
-			}
+			c.succeeds(c.allreduce(r, "x", make([]byte, 8)))
 		}
 	})
 	for r, e := range c.engines {
@@ -66,13 +64,9 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 		if r == 0 {
 			return
 		}
-		if err := c.wait(c.allreduce(r, "y", make([]byte, 8))); err != nil {
-			t.Error(err)
-		}
+		c.succeeds(c.allreduce(r, "y", make([]byte, 8)))
 	})
-	if err := c.wait(waiting); err != nil {
-		t.Error(err)
-	}
+	c.succeeds(waiting)
 	c.shutdown()
 }
 
@@ -98,9 +92,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 	before := e.Polls()
 	close(release)
 	c.each(func(r int) {
-		if err := c.wait(done[r]); err != nil {
-			t.Error(err)
-		}
+		c.succeeds(done[r])
 	})
 	const want = 200 // with polling disabled, the loop still polls about twice a second, for heartbeats
 	for e.Polls() < before+want {
@@ -140,9 +132,7 @@ func TestLoopsWakeTheMesh(t *testing.T) {
 	})
 	c.each(func(r int) {
 		for range 20 {
-			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
-				t.Error(err)
-			}
+			c.succeeds(c.allreduce(r, "x", make([]byte, 8)))
 		}
 	})
 	c.shutdown()

@@ -88,9 +88,7 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 		}
 		// An operation on the global set runs while the removal waits.
 		c.each(func(r int) {
-			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
-				t.Errorf("rank %d: %v", r, err)
-			}
+			c.succeeds(c.allreduce(r, "x", make([]byte, 8)))
 		})
 		close(release)
 		for r := range 2 {
@@ -114,9 +112,7 @@ func TestRemovalWhileQueueing(t *testing.T) {
 		release := make(chan struct{})
 		removals := make([]chan error, 3)
 		c.each(func(r int) {
-			if err := c.wait(c.submit(r, addition(0, 1))); err != nil {
-				t.Errorf("rank %d: %v", r, err)
-			}
+			c.succeeds(c.submit(r, addition(0, 1)))
 			if r == 2 {
 				return // rank 2 is not a member
 			}
@@ -316,9 +312,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 		}
 		pass := func(name string) {
 			c.each(func(r int) {
-				if err := c.wait(c.allreduce(r, name, make([]byte, 8))); err != nil {
-					t.Errorf("rank %d: %v", r, err)
-				}
+				c.succeeds(c.allreduce(r, name, make([]byte, 8)))
 			})
 		}
 		for range 3 {
@@ -334,11 +328,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 				}
 			}
 			dones = append(dones, c.submit(1, part("b")))
-			for _, done := range dones {
-				if err := c.wait(done); err != nil {
-					t.Error(err)
-				}
-			}
+			c.succeeds(dones...)
 		}
 		c.shutdown()
 	})

@@ -73,9 +73,7 @@ func TestStallReports(t *testing.T) {
 				}
 				e := sum("x", make([]byte, 8))
 				e.Set = set
-				if err := c.wait(c.submit(rank, e)); err != nil {
-					t.Errorf("rank %d: %v", rank, err)
-				}
+				c.succeeds(c.submit(rank, e))
 			})
 			want := []string{
 				fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`,
@@ -133,9 +131,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 					if i >= 27 {
 						done = late
 					}
-					if err := c.wait(done); err != nil {
-						t.Errorf("rank %d: %v", rank, err)
-					}
+					c.succeeds(done)
 				}
 			})
 			c.shutdown()
@@ -173,11 +169,7 @@ func TestStallReportsOfExecution(t *testing.T) {
 			time.Sleep(2 * testTimeout) // this takes no real time in the bubble
 			return allocate(n)
 		})
-		for _, done := range []chan error{zero, one} {
-			if err := c.wait(done); err != nil {
-				t.Error(err)
-			}
-		}
+		c.succeeds(zero, one)
 		got := r.take()
 		if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) ||
 			!strings.Contains(got[0], "to finish it") {
@@ -313,11 +305,7 @@ func TestOperationTimeoutInALongCycle(t *testing.T) {
 		time.Sleep(2500 * time.Millisecond) // the second cycle shows rank 0 that rank 1 has submitted x
 		x := sum("x", make([]byte, 8))
 		x.Timeout = time.Second
-		for _, done := range []chan error{c.submit(0, x), one} {
-			if err := c.wait(done); err != nil {
-				t.Error(err)
-			}
-		}
+		c.succeeds(c.submit(0, x), one)
 		c.shutdown()
 	})
 }
@@ -328,9 +316,7 @@ func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 		c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 		for range 2 {
 			c.each(func(r int) {
-				if err := c.wait(c.late(r, "x")); err != nil {
-					t.Errorf("rank %d: %v", r, err)
-				}
+				c.succeeds(c.late(r, "x"))
 			})
 		}
 		began := time.Now()
@@ -399,11 +385,7 @@ func TestOperationsInTime(t *testing.T) {
 				if r == 1 {
 					time.Sleep(testTimeout / 2)
 				}
-				for _, done := range []chan error{c.late(r, "z"), y, x} {
-					if err := c.wait(done); err != nil {
-						t.Errorf("rank %d: %v", r, err)
-					}
-				}
+				c.succeeds(c.late(r, "z"), y, x)
 			}
 		})
 		time.Sleep(3 * testTimeout)
@@ -421,9 +403,7 @@ func TestOperationWithoutDeadline(t *testing.T) {
 			if r == 1 {
 				time.Sleep(testTimeout)
 			}
-			if err := c.wait(c.submit(r, e)); err != nil {
-				t.Errorf("rank %d: %v", r, err)
-			}
+			c.succeeds(c.submit(r, e))
 		})
 		c.shutdown()
 	})
