@@ -33,18 +33,30 @@ func newEncrypted(t *testing.T) store.Store {
 	return clientOf(t, key)
 }
 
-func clientOf(t *testing.T, key secret.Secret) store.Store {
+func clientOf(t *testing.T, key secret.Secret) store.Store { return clientsOf(t, key, 1)[0] }
+
+// clientsOf returns so many clients of a server.
+func clientsOf(t testing.TB, key secret.Secret, clients int) (stores []store.Store) {
 	hash := store.NewHashStore(store.Limits{})
 	server, err := store.Serve("127.0.0.1:0", hash, store.Config{Secret: key, Log: zaptest.NewLogger(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { server.Close() })
-	client, err := store.Dial(t.Context(), server.Addr(), store.Config{Secret: key})
-	if err != nil {
-		t.Fatal(err)
+	for range clients {
+		client, err := store.Dial(t.Context(), server.Addr(), store.Config{Secret: key})
+		if err != nil {
+			t.Fatal(err)
+		}
+		stores = append(stores, client)
 	}
-	return client
+	return stores
+}
+
+func BenchmarkSetGet(b *testing.B) {
+	storetest.SetGet(b, func(b *testing.B, clients int) []store.Store {
+		return clientsOf(b, secret.Secret{}, clients)
+	})
 }
 
 func TestHashStoreConforms(t *testing.T) { storetest.Run(t, storetest.Lacks{}, newHash) }

@@ -728,49 +728,6 @@ func FuzzDecodeReply(f *testing.F) {
 	})
 }
 
-// BenchmarkSetGet measures the time that a client needs to set a key and get it. Each client has its own
-// connection.
-func BenchmarkSetGet(b *testing.B) {
-	for _, clients := range []int{1, 64} {
-		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {
-			hash := NewHashStore(Limits{})
-			defer hash.Close()
-			server, err := Serve("127.0.0.1:0", hash, Config{})
-			if err != nil {
-				b.Fatal(err)
-			}
-			defer server.Close()
-			all := make([]*Client, clients)
-			for i := range all {
-				if all[i], err = Dial(b.Context(), server.Addr(), Config{}); err != nil {
-					b.Fatal(err)
-				}
-				defer all[i].Close()
-			}
-			each := (b.N + clients - 1) / clients
-			b.ResetTimer()
-			var wg sync.WaitGroup
-			for i, c := range all {
-				wg.Go(func() {
-					key, value := fmt.Sprint("key", i), []byte("some value")
-					for range each {
-						if err := c.Set(b.Context(), key, value); err != nil {
-							b.Error(err)
-							return
-						}
-						if _, err := c.Get(b.Context(), key); err != nil {
-							b.Error(err)
-							return
-						}
-					}
-				})
-			}
-			wg.Wait()
-			b.ReportMetric(float64(each*clients)/b.Elapsed().Seconds(), "pairs/s")
-		})
-	}
-}
-
 func FuzzCutRecord(f *testing.F) {
 	f.Add(appendRecord(nil, "key", []byte("value")))
 	f.Add(appendRecord(appendRecord(nil, "", nil), "k", []byte{0}))

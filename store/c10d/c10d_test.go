@@ -56,7 +56,7 @@ func serveWith(t testing.TB, serve func(addr string, hash *store.HashStore) (*c1
 	return server.Addr(), hash
 }
 
-func open(t *testing.T, addr string, d c10d.Dialect) *c10d.Store {
+func open(t testing.TB, addr string, d c10d.Dialect) *c10d.Store {
 	t.Helper()
 	s, err := c10d.Dial(testnet.Context(t), addr, d)
 	if err != nil {
@@ -827,37 +827,13 @@ func FuzzServer(f *testing.F) {
 }
 
 func BenchmarkSetGet(b *testing.B) {
-	for _, clients := range []int{1, 64} {
-		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {
-			addr, _ := serve(b, c10d.Config{Log: zap.NewNop()})
-			var wg sync.WaitGroup
-			each := (b.N + clients - 1) / clients
-			stores := make([]*c10d.Store, clients)
-			for i := range stores {
-				var err error
-				if stores[i], err = c10d.Dial(b.Context(), addr, c10d.Modern); err != nil {
-					b.Fatal(err)
-				}
-				defer stores[i].Close()
-			}
-			b.ResetTimer()
-			for i, s := range stores {
-				wg.Go(func() {
-					key, value := fmt.Sprint("k", i), []byte("value")
-					for range each {
-						if err := s.Set(b.Context(), key, value); err != nil {
-							b.Error(err)
-						}
-						if _, err := s.Get(b.Context(), key); err != nil {
-							b.Error(err)
-						}
-					}
-				})
-			}
-			wg.Wait()
-			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "pairs/s")
-		})
-	}
+	storetest.SetGet(b, func(b *testing.B, clients int) (stores []store.Store) {
+		addr, _ := serve(b, c10d.Config{Log: zap.NewNop()})
+		for range clients {
+			stores = append(stores, open(b, addr, c10d.Modern))
+		}
+		return stores
+	})
 }
 
 func FuzzClient(f *testing.F) {

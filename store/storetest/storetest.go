@@ -751,3 +751,36 @@ func noQueues(t *testing.T, ctx context.Context, s store.Store) {
 	_, err = s.QueueLen(ctx, "q")
 	wantErr(t, err, store.ErrUnsupported, "queue length", "q")
 }
+
+// SetGet measures the time that a client needs to set a key and get it. The function open returns the stores
+// of so many clients, which SetGet closes.
+func SetGet(b *testing.B, open func(b *testing.B, clients int) []store.Store) {
+	for _, clients := range []int{1, 64} {
+		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {
+			each := (b.N + clients - 1) / clients
+			stores := open(b, clients)
+			b.ResetTimer()
+			var wg sync.WaitGroup
+			for i, s := range stores {
+				wg.Go(func() {
+					key, value := fmt.Sprint("key", i), []byte("some value")
+					for range each {
+						err := s.Set(b.Context(), key, value)
+						if err == nil {
+							_, err = s.Get(b.Context(), key)
+						}
+						if err != nil {
+							b.Error(err)
+							return
+						}
+					}
+				})
+			}
+			wg.Wait()
+			b.ReportMetric(float64(each*clients)/b.Elapsed().Seconds(), "pairs/s")
+			for _, s := range stores {
+				s.Close()
+			}
+		})
+	}
+}
