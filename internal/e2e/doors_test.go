@@ -132,9 +132,7 @@ func TestTakenRuntimeFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	j := start(t, 3, "sums", "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
-	}
+	j.ends(0)
 	if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
 		t.Errorf("left: %v, %v, want only the folder of the other user", left, err)
 	}

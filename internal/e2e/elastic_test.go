@@ -155,9 +155,7 @@ func TestElastic(t *testing.T) {
 			if err := unix.Kill(pids[f.victim], f.signal); err != nil {
 				t.Fatal(err)
 			}
-			if status := j.wait(); status != 0 {
-				t.Errorf("hvdrun ended with status %d, want 0", status)
-			}
+			j.ends(0)
 			results := make(map[string]int)
 			begun := 0
 			for text := range strings.Lines(j.out()) {
@@ -228,9 +226,7 @@ func TestElasticNotice(t *testing.T) {
 	if err := j.cmd.Process.Signal(unix.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	if status := j.wait(); status != 128+int(unix.SIGTERM) {
-		t.Errorf("hvdrun ended with status %d, want 143", status)
-	}
+	j.ends(128 + int(unix.SIGTERM))
 	if got := strings.Count(j.out(), "restored"); got != restored {
 		t.Errorf("got %d calls of Restore, want %d", got, restored)
 	}
@@ -295,9 +291,7 @@ func TestElasticHosts(t *testing.T) {
 	says("generation 2: 1 rank: rank 0 (" + hosts[1].Name + ":0) leaves: its slot is not offered any more")
 	offer(hosts[2], hosts[0])
 	says("generation 3: 2 ranks: new: " + hosts[0].Name + ":0")
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d, want 0", status)
-	}
+	j.ends(0)
 	var done []string
 	for text := range strings.Lines(j.out()) {
 		if _, result, ok := strings.Cut(text, "done "); ok {
@@ -348,9 +342,7 @@ func TestElasticIsland(t *testing.T) {
 		t.Errorf("got %q, want %q or %q: the ranks on the island leave together", j.err(), first, second)
 	}
 	hosts[1].SetLink(true)
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d, want 0", status)
-	}
+	j.ends(0)
 	results := make(map[string]int)
 	for text := range strings.Lines(j.out()) {
 		if _, result, ok := strings.Cut(text, ">:done "); ok {

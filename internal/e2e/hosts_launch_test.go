@@ -161,9 +161,7 @@ func TestKillOverHosts(t *testing.T) {
 	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	if status := j.wait(); status != 137 {
-		t.Errorf("hvdrun ended with status %d, want 137", status)
-	}
+	j.ends(137)
 	for _, want := range []string{"Root cause (found by the surviving ranks)", "  rank 3: killed by SIGKILL",
 		"    host: " + hosts[1].Name + "\n"} {
 		if !strings.Contains(j.err(), want) {
@@ -188,9 +186,7 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 	command := append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, layout{1, 1}, true), "--agent", "ip netns exec "+
 		hosts[1].Name+" env AT={host}")
 	j := startCommand(t, append(command, "sh", "-c", "echo at $HOROVOD_GLOO_RENDEZVOUS_ADDR"))
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d", status)
-	}
+	j.ends(0)
 	for r := range hosts {
 		if want := fmt.Sprintf("[%d]<stdout>:at %s\n", r, hosts[0].Addr); !strings.Contains(j.out(), want) {
 			t.Errorf("rank %d did not say %q", r, want)
@@ -444,8 +440,6 @@ func TestHostThatStartsLate(t *testing.T) {
 		return strings.Contains(text, "No route to host")
 	})
 	route("del")
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d", status)
-	}
+	j.ends(0)
 	tellJob(t, j)
 }

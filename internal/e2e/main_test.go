@@ -289,3 +289,11 @@ func (j *job) wait() int {
 		return -1
 	}
 }
+
+// ends waits until hvdrun ends, which must have the given exit status.
+func (j *job) ends(status int) {
+	j.t.Helper()
+	if got := j.wait(); got != status {
+		j.t.Errorf("hvdrun ended with status %d, want %d:\n%s", got, status, j.err())
+	}
+}

@@ -55,9 +55,7 @@ func TestHvdrunWithMPI(t *testing.T) {
 		}
 		j := underMPI(t, l, "--timeline-filename", file, "--mpi-args", arg, "--tcp", "sh", "-c",
 			`test $GIVEN = yes && test `+tcp+` && exec "$0" -epochs 2`, program)
-		if status := j.wait(); status != 0 {
-			t.Errorf("hvdrun ended with status %d", status)
-		}
+		j.ends(0)
 		sameWeights(t, l, j.out(), 3)
 		if text, err := os.ReadFile(file); err != nil || !strings.Contains(string(text), "MPI_ALLREDUCE") {
 			t.Errorf("the timeline has no MPI_ALLREDUCE (error %v)", err)
@@ -131,9 +129,7 @@ func TestHostsWithMPI(t *testing.T) {
 			j := startCommand(t, append(on(t, hosts[0]), "PATH="+l.Path(t), "OMPI_MCA_mpi_yield_when_idle=1",
 				"HVD_NEGOTIATION="+negotiation, hvdrunPath, "--mpi", "-H", list(hosts, layout{2, 2}, true), "--agent",
 				enterAddress(t, hosts), program, "-epochs", "2"))
-			if status := j.wait(); status != 0 {
-				t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
-			}
+			j.ends(0)
 			sameWeights(t, l, j.out(), 4)
 		}
 	})

@@ -188,9 +188,7 @@ func TestLateNodes(t *testing.T) {
 	if err := j.cmd.Process.Signal(syscall.SIGUSR1); err != nil {
 		t.Fatal(err)
 	}
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d", status)
-	}
+	j.ends(0)
 	end := j.err()[length:]
 	checkReport(t, end, "hvdrun: the nodes of the job, of which 6 of 6 have reported at their end\n",
 		"\nscheduler +0 ", "\nserver 0 +9 ", "\nserver 1 +9 ", "\nworker 0 +3 ", "\nworker 1 +3 ", "\nworker 2 +3 ")

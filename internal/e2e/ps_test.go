@@ -188,9 +188,7 @@ func TestNodes(t *testing.T) {
 			sums = append(sums, l.node+": "+l.text)
 		}
 	}
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d:\n%s\n%s", status, j.out(), j.err())
-	}
+	j.ends(0)
 	for _, name := range []string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"} {
 		if !started[name] {
 			t.Errorf("no line of the %s in:\n%s", name, j.out())
@@ -243,9 +241,7 @@ func TestNodeMetrics(t *testing.T) {
 	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)
 	}
-	if status := j.wait(); status != 128+int(syscall.SIGINT) {
-		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
-	}
+	j.ends(128 + int(syscall.SIGINT))
 }
 
 // A worker fails and leaves while no other node waits for it. hvdrun ends the others, and names the worker,
@@ -253,9 +249,7 @@ func TestNodeMetrics(t *testing.T) {
 func TestNodeLeaves(t *testing.T) {
 	t.Parallel()
 	j := startNodes(t, leavesVariable+"=1")
-	if status := j.wait(); status != 1 {
-		t.Errorf("hvdrun ended with status %d, want 1", status)
-	}
+	j.ends(1)
 	const want = "Root cause (first observed failure):\n  worker 1: exit status 1"
 	if !strings.Contains(j.err(), want) {
 		t.Errorf("got the report\n%s\nwant %q in it", j.err(), want)
@@ -299,9 +293,7 @@ func TestKillNode(t *testing.T) {
 			if took := time.Since(began); took > survivorsDeadline {
 				t.Errorf("the other nodes took %v", took)
 			}
-			if status := j.wait(); status != 128+int(syscall.SIGKILL) {
-				t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
-			}
+			j.ends(128 + int(syscall.SIGKILL))
 			for _, want := range []string{"Root cause (found by the surviving nodes): " + victim + " is gone",
 				"\n  " + victim + ": killed by SIGKILL, which hvdrun did not send"} {
 				if !strings.Contains(j.err(), want) {
@@ -448,9 +440,7 @@ func TestNodesOnLostHost(t *testing.T) {
 	}
 	goOn("server 1 was started again", 6)
 	hosts[1].SetLink(false)
-	if status := j.wait(); status != 128+int(syscall.SIGKILL) {
-		t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
-	}
+	j.ends(128 + int(syscall.SIGKILL))
 	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing from the other end for 3s",
 		"hvdrun: server 1: killed by SIGKILL, which hvdrun did not send", "\nhvdrun: restarts of nodes: "} {
 		if !strings.Contains(j.err(), want) {
