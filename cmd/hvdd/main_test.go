@@ -146,10 +146,7 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"--socket", filepath.Join(t.TempDir(), "s"), "--health", "here"}, 2,
 			`--health: metrics: address "here"`},
 	} {
-		self, err := os.Executable()
-		if err != nil {
-			t.Fatal(err)
-		}
+		self := testnet.Self(t)
 		cmd := exec.CommandContext(t.Context(), self, c.args...)
 		cmd.Env = append(os.Environ(), asDaemon+"=1")
 		out, _ := cmd.CombinedOutput() // the error is ignored, because the exit status is checked below

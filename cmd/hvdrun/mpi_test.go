@@ -56,10 +56,7 @@ func TestMPIRunSucceeds(t *testing.T) {
 			if err := os.WriteFile(filepath.Join(dir, "mpirun"), []byte(fakeMPIRun), 0o700); err != nil {
 				t.Fatal(err)
 			}
-			self, err := os.Executable()
-			if err != nil {
-				t.Fatal(err)
-			}
+			self := testnet.Self(t)
 			for name, value := range map[string]string{"PATH": dir + ":" + os.Getenv("PATH"), "DIR": dir, "DOOMED": c.doomed,
 				"HANGS": c.hangs, "SELF": self} {
 				t.Setenv(name, value)

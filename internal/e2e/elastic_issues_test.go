@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // cluster is an elastic job whose hosts are all this one.
@@ -30,10 +32,7 @@ const byAgent = "env AT={host}"
 func startCluster(t testing.TB, hosts string, flags []string, script, program string,
 	env ...string) *cluster {
 	c := &cluster{folder: t.TempDir()}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	c.offer(t, hosts)
 	command := slices.Concat([]string{hvdrunPath, "--host-discovery-script",
 		"sh " + filepath.Join(c.folder, "hosts"), "--agent", byAgent}, flags,

@@ -230,10 +230,7 @@ func TestUniqueID(t *testing.T) {
 	for _, l := range []layout{{3}, {2, 2}} {
 		t.Run(l.String(), func(t *testing.T) {
 			hosts := testnet.NewHosts(t, len(l))
-			self, err := os.Executable()
-			if err != nil {
-				t.Fatal(err)
-			}
+			self := testnet.Self(t)
 			root := hosts[0].Command(t.Context(), self)
 			root.Env = append(os.Environ(), programVariable+"=id")
 			root.Stderr = os.Stderr

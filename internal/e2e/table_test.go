@@ -400,10 +400,7 @@ func blamedByRanks(_ *job, errs map[string]line) string {
 
 // tableKinds returns the kinds of jobs.
 func tableKinds(t *testing.T) []*tableKind {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.Self(t)
 	three := []string{"rank 0", "rank 1", "rank 2"}
 	asRanks := programVariable + "=faulty"
 	kinds := []*tableKind{

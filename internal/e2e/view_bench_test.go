@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 	timelines "github.com/gohvd/gohvd/timeline/report"
 	"github.com/gohvd/gohvd/timeline/view"
 )
@@ -128,10 +129,7 @@ func BenchmarkView(b *testing.B) {
 		})
 	})
 	b.Run("ranks=256", func(b *testing.B) {
-		self, err := os.Executable()
-		if err != nil {
-			b.Fatal(err)
-		}
+		self := testnet.Self(b)
 		const only = `test "$HOROVOD_RANK" = 0 && exec "$0"; exec sleep 3600`
 		measureView(b, 256, func(flags []string, env ...string) *job {
 			return startCommand(b, slices.Concat([]string{hvdrunPath}, flags, []string{"sh", "-c", only, self}),

@@ -93,10 +93,7 @@ func TestRankZeroHangsInJoin(t *testing.T) {
 			reached()
 		},
 		"before it accepts": func(t *testing.T, cfg JoinConfig, reached func()) {
-			ln, err := net.Listen("tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
+			ln := testnet.Listen(t)
 			t.Cleanup(func() { ln.Close() })
 			publishRoot(t, cfg.Store, ln.Addr().String(), 1)
 			waiting(t, cfg.Store)

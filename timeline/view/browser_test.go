@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -25,6 +24,7 @@ import (
 	"github.com/chromedp/chromedp"
 	"github.com/chromedp/chromedp/kb"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
@@ -178,10 +178,7 @@ func serveLive(t testing.TB, l *Live) *Server {
 
 func serveAs(t testing.TB, newServer func(addr string) *Server) *Server {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	s := newServer(l.Addr().String())
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -710,10 +707,7 @@ func TestAccessibility(t *testing.T) {
 // If the server has ended, or the address has been used, the page says so in a sentence.
 func TestPageSaysWhatIsWrong(t *testing.T) {
 	v := straggler.read(t)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	s := NewServer(v, l.Addr().String())
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan error, 1)

@@ -22,6 +22,7 @@ import (
 	"github.com/chromedp/chromedp/kb"
 
 	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline/report"
 )
@@ -435,10 +436,7 @@ type relay struct {
 
 func relayTo(t *testing.T, address string) *relay {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	r := &relay{Listener: l}
 	t.Cleanup(func() {
 		l.Close()

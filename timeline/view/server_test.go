@@ -13,6 +13,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // get returns the answer of a server to a request.
@@ -123,10 +125,7 @@ func (c *counted) Tile(q Request) ([]byte, error) {
 // it as the tile that it is.
 func TestTilesAreMadeOnce(t *testing.T) {
 	source := &counted{Source: straggler.read(t)}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := testnet.Listen(t)
 	s := NewServer(source, l.Addr().String())
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)

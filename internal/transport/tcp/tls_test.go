@@ -84,10 +84,7 @@ func socketPair() (a, b net.Conn, err error) {
 func TestWire(t *testing.T) {
 	const pattern = "-0123456789abcdef-" // every message repeats this pattern
 	overBoth(t, func(t *testing.T, key secret.Secret) {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
+		ln := testnet.Listen(t)
 		tap := &tappedListener{Listener: ln}
 		e0, e1 := listen(t, Config{Secret: key}), newEndpoint(Config{Secret: key}, tap)
 		t.Cleanup(func() { e1.Close() })
@@ -120,7 +117,7 @@ func TestWire(t *testing.T) {
 		if err := errors.Join(a.Send([]byte(pattern)), a.Flush()); err != nil {
 			t.Fatal(err)
 		}
-		_, err = io.ReadFull(b, got[:len(pattern)])
+		_, err := io.ReadFull(b, got[:len(pattern)])
 		if key.IsZero() {
 			return
 		}
