@@ -7,11 +7,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/store"
 )
 
 // fakeMPIRun stands in for mpirun of MPICH. It starts the ranks, waits for rank 0, sends SIGKILL to the ranks
@@ -119,23 +117,7 @@ func TestMPIBindTo(t *testing.T) {
 func TestMPIVerdictWhileConnected(t *testing.T) {
 	for ranks, want := range map[int]string{1: "rank 0 failed: its command has ended with status 0, and then " +
 		"mpirun has ended without waiting for 1 of 2 ranks", 2: ""} {
-		kv := store.NewHashStore(store.Limits{})
-		defer kv.Close()
-		server, err := store.Serve("127.0.0.1:0", kv, store.Config{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer server.Close()
-		r, err := newReporter(kv, server, 2, "", time.Hour)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.close()
-		rank, err := store.Dial(testnet.Context(t), server.Addr(), store.Config{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer rank.Close()
+		r, rank := connected(t)
 		for number := range ranks {
 			if err := joblink.New(rank, number).Report(t.Context(), joblink.Exit, nil); err != nil {
 				t.Fatal(err)

@@ -272,7 +272,6 @@ func TestSurveyTime(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
 		r := reporterOf(t, kv, 2, "", time.Hour)
-		defer r.close()
 		begun := time.Now()
 		text := r.survey(t.Context(), "SIGQUIT", nil)
 		if took := time.Since(begun); took != surveyTime || took > 1500*time.Millisecond {
@@ -448,13 +447,39 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w.until(rule, 2) // the report has what was known when the job ended
 }
 
+// reporterOf returns the reporter of a job with the given store. It is closed when the test has ended.
 func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period time.Duration) *reporter {
 	t.Helper()
 	r, err := newReporter(kv, nil, size, dir, period)
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(r.close)
 	return r
+}
+
+// connected returns the reporter of a job with two ranks, and a client of its store, as the ranks have it. All
+// are closed when the test has ended.
+func connected(t *testing.T) (*reporter, *store.Client) {
+	t.Helper()
+	kv := store.NewHashStore(store.Limits{})
+	t.Cleanup(func() { kv.Close() })
+	server, err := store.Serve("127.0.0.1:0", kv, store.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { server.Close() })
+	r, err := newReporter(kv, server, 2, "", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(r.close)
+	rank, err := store.Dial(testnet.Context(t), server.Addr(), store.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { rank.Close() })
+	return r, rank
 }
 
 // TestNamesInNodeReport checks that a report leaves out a state with a name that is not that of the process.
@@ -476,23 +501,8 @@ func TestNamesInNodeReport(t *testing.T) {
 // reporter does not wait for one if no rank is connected any more.
 func TestVerdictOfEndedRanks(t *testing.T) {
 	for _, sends := range []bool{true, false} {
-		kv := store.NewHashStore(store.Limits{})
-		defer kv.Close()
-		server, err := store.Serve("127.0.0.1:0", kv, store.Config{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer server.Close()
-		r, err := newReporter(kv, server, 2, "", time.Hour)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.close()
+		r, rank := connected(t)
 		ctx := testnet.Context(t)
-		rank, err := store.Dial(ctx, server.Addr(), store.Config{})
-		if err != nil {
-			t.Fatal(err)
-		}
 		var end sync.WaitGroup
 		end.Go(func() {
 			if sends {
@@ -521,7 +531,6 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	defer kv.Close()
 	const size = 2
 	r := reporterOf(t, kv, size, "", time.Hour)
-	defer r.close()
 	sendStall := func(name string) {
 		body, err := recorder.EncodeStall(recorder.Stall{Name: name, Text: "stalled " + name + "\x1b"})
 		if err != nil {
@@ -596,7 +605,6 @@ func TestEachStallIsReported(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
 		r := reporterOf(t, kv, size, "", period)
-		defer r.close()
 		begun := time.Now()
 		var (
 			mu    sync.Mutex
@@ -712,7 +720,6 @@ func TestStallOfSilentRanks(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
 		r := reporterOf(t, kv, 2, "", time.Minute)
-		defer r.close()
 		body, err := recorder.EncodeStall(recorder.Stall{Name: "grad/7", Text: "grad/7 stalled"})
 		if err != nil {
 			t.Fatal(err)
@@ -810,7 +817,6 @@ func TestReportsInTrouble(t *testing.T) {
 			t.Errorf("got %s, want %q", got, want)
 		}
 	}
-	r.close()
 }
 
 // TestLongReportsAreCut checks that hvdrun prints only the first part of a long report but writes the

@@ -200,11 +200,7 @@ func TestRefusedReaders(t *testing.T) {
 func TestSwitchedTimelines(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	reports, err := newReporter(kv, nil, 3, "", time.Second)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer reports.close()
+	reports := reporterOf(t, kv, 3, "", time.Second)
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	defer running.Wait()
@@ -294,11 +290,7 @@ func TestOutcomeOfManyErrors(t *testing.T) {
 func TestStateOfAnotherVersion(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	reports, err := newReporter(kv, nil, 1, "", time.Second)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer reports.close()
+	reports := reporterOf(t, kv, 1, "", time.Second)
 	var running sync.WaitGroup
 	defer running.Wait()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -325,11 +317,7 @@ func TestReadersKeepSteps(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
-		reports, err := newReporter(kv, nil, 1, "", time.Second)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer reports.close()
+		reports := reporterOf(t, kv, 1, "", time.Second)
 		state, err := live.NewRank(recorder.New(8).Dump(recorder.About{Size: 1}), &trace.Stats{}).Encode()
 		if err != nil {
 			t.Fatal(err)
