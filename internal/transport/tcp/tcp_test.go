@@ -336,14 +336,14 @@ func tryRefusals(t *testing.T, key secret.Secret, timeout time.Duration) error {
 	return nil
 }
 
-// TestUnauthenticatedPeersCostLittle lets processes that do not belong to the job send a lot of data. This
-// process must allocate only the memory for a handshake.
-func TestUnauthenticatedPeersCostLittle(t *testing.T) {
-	const otherJobs, limit = 16, 16 << 10 // if there were more connections, not all of them would be logged
+// costOfRefusal returns how many bytes this process allocates for a connection of another process that sends
+// the given bytes and is refused. They include those of the other end, and of the log.
+func costOfRefusal(t *testing.T, key secret.Secret, sent []byte) uint64 {
+	t.Helper()
+	const peers = 16 // if there were more connections, not all of them would be logged
 	log, book := newLog()
-	e := listen(t, Config{Log: log})
+	e := listen(t, Config{Log: log, Secret: key})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
-	sent := append(hello{version: version, job: hashJob("another")}.encode(), make([]byte, 1<<20)...)
 	refuse := func() {
 		nc := dialRaw(t, e.Addr(), sent)
 		hangUp(nc)
@@ -353,15 +353,38 @@ func TestUnauthenticatedPeersCostLittle(t *testing.T) {
 	refuse() // the first line of the log makes the counters that bound the others
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	for range otherJobs {
+	for range peers {
 		refuse()
 	}
 	runtime.ReadMemStats(&after)
-	if got := (after.TotalAlloc - before.TotalAlloc) / otherJobs; got > limit {
-		t.Errorf("a otherJob made us allocate %d bytes, its own side and the log included; want at most %d",
-			got, limit)
-	} else {
-		t.Logf("%d bytes allocated per otherJob", got)
+	return (after.TotalAlloc - before.TotalAlloc) / peers
+}
+
+// TestUnauthenticatedPeersCostLittle lets processes that do not belong to the job send a lot of data. This
+// process must allocate only the memory for a handshake. With a secret, such a process may use TLS, or send
+// bytes that look like TLS.
+func TestUnauthenticatedPeersCostLittle(t *testing.T) {
+	large := make([]byte, 1<<20)
+	other := append(hello{version: version, job: hashJob("another")}.encode(), large...)
+	record := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, large...)
+	for name, c := range map[string]struct {
+		key   secret.Secret
+		sent  []byte
+		limit uint64
+	}{
+		"another job":  {secret.Secret{}, other, 16 << 10},
+		"garbage":      {encrypted(), bytes.Repeat([]byte("garbage!"), 1<<17), 64 << 10},
+		"a length":     {encrypted(), record[:5], 64 << 10},
+		"a long hello": {encrypted(), record, 64 << 10},
+		"none":         {encrypted(), nil, 64 << 10},
+		"plain":        {encrypted(), goodHello(7).encode(), 64 << 10},
+		"a proof":      {encrypted(), []byte(secret.Magic + "\x01\x00\x00\x00"), 64 << 10},
+	} {
+		if got := costOfRefusal(t, c.key, c.sent); got > c.limit {
+			t.Errorf("%s: %d bytes were allocated for each connection, want at most %d", name, got, c.limit)
+		} else {
+			t.Logf("%s: %d bytes were allocated for each connection", name, got)
+		}
 	}
 }
 

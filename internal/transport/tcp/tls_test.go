@@ -199,39 +199,6 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	}
 }
 
-// TestUnauthenticatedPeersWithTLSCostLittle connects processes without the secret that use TLS, or send bytes
-// that look like TLS. This process must allocate only little memory for them.
-func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
-	const peers, limit = 16, 64 << 10 // if there were more connections, not all of them would be logged
-	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
-	for name, sent := range map[string][]byte{
-		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
-		"none": nil, "plain": goodHello(7).encode(), "a proof": []byte(secret.Magic + "\x01\x00\x00\x00"),
-	} {
-		log, book := newLog()
-		e := listen(t, Config{Log: log, Secret: encrypted()})
-		join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
-		refuse := func() {
-			nc := dialRaw(t, e.Addr(), sent)
-			hangUp(nc)
-			book.wait(t, "tcp: refused a connection", "remote", nc.LocalAddr().String())
-			book.TakeAll()
-		}
-		refuse() // the first line of the log makes the counters that bound the others
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		for range peers {
-			refuse()
-		}
-		runtime.ReadMemStats(&after)
-		if got := (after.TotalAlloc - before.TotalAlloc) / peers; got > limit {
-			t.Errorf("%s: one connection without the secret made this process allocate %d bytes, including its other end and the log, want at most %d", name, got, limit)
-		} else {
-			t.Logf("%s: %d bytes allocated for each connection", name, got)
-		}
-	}
-}
-
 // TestEncryptedSteadyState checks that with encryption this package allocates nothing for a message once the
 // first messages were sent.
 func TestEncryptedSteadyState(t *testing.T) {
@@ -255,12 +222,12 @@ func TestEncryptedSteadyState(t *testing.T) {
 	}
 }
 
-// TestCutInARecord lets a peer that knows the secret close its connection in the middle of a record. Read
-// must report a lost peer, not the end of the stream.
-func TestCutInARecord(t *testing.T) {
+// underTLS returns an encrypted channel of rank 1, and rank 0's end of the connection below TLS.
+func underTLS(t *testing.T) (c transport.Conn, raw net.Conn) {
+	t.Helper()
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
-	raw := dialRaw(t, e1.Addr(), nil)
+	raw = dialRaw(t, e1.Addr(), nil)
 	over := sendAs(t, key, raw, goodHello(1).encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(testnet.Context(t), 1, topo.Rank(0))
@@ -270,6 +237,13 @@ func TestCutInARecord(t *testing.T) {
 	if err := readAnswer(over); err != nil {
 		t.Fatal(err)
 	}
+	return c, raw
+}
+
+// TestCutInARecord lets a peer that knows the secret close its connection in the middle of a record. Read
+// must report a lost peer, not the end of the stream.
+func TestCutInARecord(t *testing.T) {
+	c, raw := underTLS(t)
 	if _, err := raw.Write([]byte{23, 3, 3, 0x40, 0, 1, 2, 3}); err != nil {
 		t.Fatal(err)
 	}
@@ -288,18 +262,7 @@ func TestCutInARecord(t *testing.T) {
 // TestTamperingIsSeenWhileSending lets a rank read bytes that were changed on the way. The rank must get an
 // error at once, even while its own bytes wait for a peer that does not read.
 func TestTamperingIsSeenWhileSending(t *testing.T) {
-	key := encrypted()
-	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
-	raw := dialRaw(t, e1.Addr(), nil)
-	over := sendAs(t, key, raw, goodHello(1).encode())
-	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	c, err := one.Conn(testnet.Context(t), 1, topo.Rank(0))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := readAnswer(over); err != nil {
-		t.Fatal(err)
-	}
+	c, raw := underTLS(t)
 	if err := c.Send(make([]byte, 64<<20)); err != nil {
 		t.Fatal(err)
 	}
