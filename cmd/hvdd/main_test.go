@@ -98,10 +98,7 @@ func (p *process) wants(status int, says string) {
 // pair starts a sidecar with only one client and returns both.
 func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	t.Helper()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	fds := testnet.SocketPair(t)
 	p := start(t, "1", []*os.File{os.NewFile(uintptr(fds[0]), "sidecar")}, nil,
 		append([]string{"--fd", "3"}, args...)...)
 	return p, sidecartest.New(t, fds[1])
@@ -435,10 +432,7 @@ func TestHealthOfTheDead(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer server.Close()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	fds := testnet.SocketPair(t)
 	conn, err := unixConn(fds[0])
 	if err != nil {
 		t.Fatal(err)

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/http"
-	"net/http/cookiejar"
 	"os"
 	"path/filepath"
 	"strings"
@@ -53,12 +51,7 @@ func TestView(t *testing.T) {
 	if !strings.HasPrefix(string(page), "600\n") || !strings.Contains(string(page), url) {
 		t.Errorf("the browser got %q, %v, want a file with mode 600 that redirects to %s", page, err, url)
 	}
-	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	client := &http.Client{Jar: jar}
-	defer client.CloseIdleConnections()
+	client := testnet.Browser(t)
 	base, _, _ := strings.Cut(url, "?")
 	for _, c := range []struct{ url, want string }{
 		{url, "<h1"}, {base + "data/report", "rank 1 held up all others for 5.00 ms per step"},

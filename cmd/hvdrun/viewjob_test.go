@@ -7,7 +7,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/http/cookiejar"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
@@ -20,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/view"
 )
 
@@ -159,16 +159,13 @@ func TestPageOfRecordsOfAnotherVersion(t *testing.T) {
 	defer running.Wait()
 	defer cancel()
 	running.Go(func() { followJob(ctx, j, l) })
-	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := testnet.Browser(t)
 	get := func(url string) io.ReadCloser {
 		req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		answer, err := (&http.Client{Jar: jar}).Do(req)
+		answer, err := client.Do(req)
 		if err != nil {
 			t.Fatal(err)
 		}

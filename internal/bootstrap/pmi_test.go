@@ -22,10 +22,7 @@ import (
 // asked returns the requests that the launcher has received. It may be called only after fd was closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	fds := testnet.SocketPair(t)
 	f := os.NewFile(uintptr(fds[1]), "launcher")
 	conn, err := net.FileConn(f)
 	f.Close()

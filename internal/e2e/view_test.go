@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/cookiejar"
 	"os"
 	"os/exec"
 	"regexp"
@@ -15,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	timelines "github.com/gohvd/gohvd/timeline/report"
 	"github.com/gohvd/gohvd/timeline/view"
 )
@@ -22,7 +22,7 @@ import (
 // livePage is the page of a running job, as a browser loads it.
 type livePage struct {
 	t     testing.TB
-	http  http.Client
+	http  *http.Client
 	base  string
 	lines *bufio.Reader
 }
@@ -31,12 +31,7 @@ type livePage struct {
 func openPage(t testing.TB, line string) *livePage {
 	t.Helper()
 	url := regexp.MustCompile(`http://\S+`).FindString(line)
-	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	p := &livePage{t: t, http: http.Client{Jar: jar}}
-	t.Cleanup(p.http.CloseIdleConnections)
+	p := &livePage{t: t, http: testnet.Browser(t)}
 	a, err := p.http.Get(url)
 	if err != nil {
 		t.Fatal(err)

@@ -12,11 +12,11 @@ import (
 
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/failure"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -104,10 +104,7 @@ func connect(t testing.TB, s *Server) *client {
 // newClient returns a new client of s that has not sent its greeting yet.
 func newClient(t testing.TB, s *Server) *client {
 	t.Helper()
-	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	pair := testnet.SocketPair(t)
 	f := os.NewFile(uintptr(pair[0]), "sidecar")
 	conn, err := net.FileConn(f)
 	if err := errors.Join(err, f.Close()); err != nil {

@@ -7,15 +7,14 @@ import (
 	"testing/synctest"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // pair returns the two ends of a connection between Unix sockets.
 func pair(t *testing.T) (near, far int) {
 	t.Helper()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	fds := testnet.SocketPair(t)
 	t.Cleanup(func() {
 		for _, fd := range fds {
 			_ = unix.Close(fd)

@@ -10,6 +10,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"net/http"
+	"net/http/cookiejar"
 	"os"
 	"os/exec"
 	"slices"
@@ -23,6 +25,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
+	"golang.org/x/sys/unix"
 )
 
 // Context returns a context that ends with the test, or after five minutes, so that a test that hangs
@@ -51,6 +54,29 @@ func Listen(t testing.TB) net.Listener {
 		t.Fatal(err)
 	}
 	return ln
+}
+
+// SocketPair returns the descriptors of two Unix sockets that are connected to each other. The caller closes
+// them.
+func SocketPair(t testing.TB) [2]int {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fds
+}
+
+// Browser returns a client that keeps cookies, as a browser does.
+func Browser(t testing.TB) *http.Client {
+	t.Helper()
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Jar: jar}
+	t.Cleanup(client.CloseIdleConnections)
+	return client
 }
 
 // Eventually polls cond until it returns true. It is for changes that other goroutines make without notifying

@@ -9,7 +9,6 @@ import (
 	"math"
 	"net"
 	"net/http"
-	"net/http/cookiejar"
 	"reflect"
 	"slices"
 	"strings"
@@ -308,12 +307,7 @@ func TestProgramRow(t *testing.T) {
 // client returns a browser that has access to a page, and the address of the page.
 func client(t *testing.T, s *Server) (*http.Client, string) {
 	t.Helper()
-	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := &http.Client{Jar: jar}
-	t.Cleanup(c.CloseIdleConnections)
+	c := testnet.Browser(t)
 	a, err := c.Get(s.URL())
 	if err != nil {
 		t.Fatal(err)

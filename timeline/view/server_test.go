@@ -8,7 +8,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/http/cookiejar"
 	"net/http/httptest"
 	"strings"
 	"sync"
@@ -130,11 +129,8 @@ func TestTilesAreMadeOnce(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- s.Serve(ctx, l) }()
-	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	client := &http.Client{Jar: jar, Transport: &http.Transport{MaxConnsPerHost: 8}}
+	client := testnet.Browser(t)
+	client.Transport = &http.Transport{MaxConnsPerHost: 8}
 	a, err := client.Get(s.URL())
 	if err != nil || a.StatusCode != 200 {
 		t.Fatal(a, err)

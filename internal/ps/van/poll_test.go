@@ -23,10 +23,7 @@ import (
 // unixPair returns the two ends of a Unix connection.
 func unixPair(t *testing.T) (ends [2]*net.UnixConn) {
 	t.Helper()
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	fds := testnet.SocketPair(t)
 	for i, fd := range fds {
 		f := os.NewFile(uintptr(fd), "socket")
 		conn, err := net.FileConn(f)

@@ -29,6 +29,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -337,10 +338,7 @@ func TestOtherUser(t *testing.T) {
 
 // A process that has failed can leave its job if the sidecar does not answer.
 func TestFailWithoutAnswer(t *testing.T) {
-	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	pair := testnet.SocketPair(t)
 	c, err := newClient(nil)
 	if err != nil {
 		t.Fatal(err)
