@@ -255,7 +255,7 @@ func TestMetricsAndDump(t *testing.T) {
 		waits := must(hvd.AllreduceAsync([]int64{1}, hvd.Name("pending"+fmt.Sprint(e.Rank())), hvd.On(e)))
 		server := httptest.NewServer(e.MetricsHandler())
 		defer server.Close()
-		text := fetch(t, server.URL+"/metrics")
+		text := must(testnet.Get(ctx, server.URL+"/metrics"))
 		for _, want := range []string{
 			`hvd_world_size 2`, `hvd_queue_depth 1`, `hvd_response_cache_hits_total 2`,
 			`hvd_response_cache_misses_total 1`,
@@ -433,19 +433,4 @@ func TestMetricsInAStall(t *testing.T) {
 		must(hvd.Allreduce(ctx, []int64{1}, hvd.Name("x"), hvd.On(e)))
 		noError(t, e.Shutdown(ctx))
 	})
-}
-
-func fetch(t *testing.T, url string) string {
-	t.Helper()
-	resp, err := http.Get(url)
-	if err != nil {
-		t.Error(err)
-		return ""
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil || resp.StatusCode != http.StatusOK {
-		t.Errorf("%s: %s, %v", url, resp.Status, err)
-	}
-	return string(b)
 }

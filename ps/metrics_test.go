@@ -2,8 +2,6 @@ package ps
 
 import (
 	"fmt"
-	"io"
-	"net/http"
 	"regexp"
 	"strconv"
 	"strings"
@@ -15,19 +13,6 @@ import (
 // TestMetrics checks that each node serves its counters at HVD_METRICS_ADDR until Finalize.
 func TestMetrics(t *testing.T) {
 	const pushes = 20
-	scrape := func(po *Node) string {
-		r, err := http.Get("http://" + po.metrics.Addr() + "/metrics")
-		if err != nil {
-			t.Error(err)
-			return ""
-		}
-		defer r.Body.Close()
-		text, err := io.ReadAll(r.Body)
-		if err != nil {
-			t.Error(err)
-		}
-		return string(text)
-	}
 	value := func(text, name string) int {
 		m := regexp.MustCompile("(?m)^" + regexp.QuoteMeta(name) + ` (\S+)$`).FindStringSubmatch(text)
 		if m == nil {
@@ -42,7 +27,6 @@ func TestMetrics(t *testing.T) {
 	}
 	j := job{t: t, servers: 1, workers: 1, settings: map[string]string{"HVD_METRICS_ADDR": ":0"}}
 	j.run(func(po *Node) {
-		defer http.DefaultClient.CloseIdleConnections()
 		role := strings.Split(po.van.Stats().Name, " ")[0]
 		switch {
 		case po.Role() == Server:
@@ -60,7 +44,7 @@ func TestMetrics(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		text := scrape(po)
+		text := must(testnet.Get(t.Context(), "http://"+po.metrics.Addr()+"/metrics"))
 		name := role + " 0"
 		if po.Role() == Scheduler {
 			name = role

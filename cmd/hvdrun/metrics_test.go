@@ -3,12 +3,9 @@ package main
 import (
 	"bufio"
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -170,24 +167,6 @@ func (j *metricsJob) end(t *testing.T) {
 	}
 }
 
-func scrape(ctx context.Context, addr string) (string, error) {
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/metrics", nil)
-	if err != nil {
-		return "", err
-	}
-	resp, err := client.Do(req)
-	if err != nil {
-		return "", err
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err == nil && resp.StatusCode != http.StatusOK {
-		err = fmt.Errorf("%s: %s", resp.Status, text)
-	}
-	return string(text), err
-}
-
 // TestPrometheusScrapesTheJob runs a real Prometheus with the configuration and the rules in deploy/.
 // Prometheus scrapes a job in which some ranks give wrong answers or no answers. The metrics of the other
 // ranks must arrive, and the queries of the dashboard must have results.
@@ -285,7 +264,7 @@ func TestScrapesWhileTheJobEnds(t *testing.T) {
 	for range 10 {
 		scrapes.Go(func() {
 			for first := true; ; first = false {
-				text, err := scrape(ctx, job.addr)
+				text, err := testnet.Get(ctx, "http://"+job.addr+"/metrics")
 				if first {
 					begun <- struct{}{}
 				}

@@ -5,8 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -246,15 +244,10 @@ func (j *job) scrapes(texts ...string) {
 	j.t.Helper()
 	_, rest, _ := strings.Cut(j.err(), "hvdrun: metrics at ")
 	address, _, _ := strings.Cut(rest, "\n")
-	answer, err := http.Get(address)
-	if err != nil {
-		j.t.Fatal(err)
-	}
-	defer answer.Body.Close()
-	body, err := io.ReadAll(answer.Body)
+	body := get(j.t, address)
 	for _, text := range texts {
-		if err != nil || !strings.Contains(string(body), text+"\n") {
-			j.t.Errorf("got error %v, and metrics without %s", err, text)
+		if !strings.Contains(body, text+"\n") {
+			j.t.Errorf("got metrics without %s", text)
 		}
 	}
 	if j.t.Failed() {

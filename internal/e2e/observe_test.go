@@ -3,9 +3,7 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
-	"io"
 	"math"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -15,7 +13,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
@@ -340,7 +337,6 @@ func TestStallShutdownIsExplained(t *testing.T) {
 // torchrun has no such report, and hvdrun asks nothing of a job that has only some of its processes.
 func TestEachProcessAnswers(t *testing.T) {
 	self := testnet.Self(t)
-	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	for _, k := range tableKinds(t) {
 		if strings.HasSuffix(k.name, "torchrun") || strings.HasSuffix(k.name, "ranks 1 and 2") {
 			continue
@@ -403,17 +399,11 @@ func freeAddress(t *testing.T) string {
 	return l.Addr().String()
 }
 
-func get(t *testing.T, url string) string {
+func get(t testing.TB, url string) string {
 	t.Helper()
-	client := http.Client{Timeout: 30 * time.Second}
-	resp, err := client.Get(url)
+	text, err := testnet.Get(testnet.Context(t), url)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil || resp.StatusCode != http.StatusOK {
-		t.Fatalf("%s: %v, %v\n%s", url, resp.Status, err, b)
-	}
-	return string(b)
+	return text
 }

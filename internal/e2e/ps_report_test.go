@@ -3,8 +3,6 @@ package e2e
 import (
 	"context"
 	"fmt"
-	"io"
-	"net/http"
 	"os"
 	"os/signal"
 	"regexp"
@@ -91,21 +89,12 @@ func laggingWorker(ctx context.Context, node *ps.Node) error {
 
 // heldUp returns the metric hvd_ps_held_up_seconds_total of a node, as hvdrun serves it.
 func heldUp(t *testing.T, url, node string) float64 {
-	r, err := http.Get(url)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Body.Close()
-	text, err := io.ReadAll(r.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
 	m := regexp.MustCompile(`hvd_ps_held_up_seconds_total{[^}]*peer="` + node + `",rank="0"} (\S+)`).
-		FindSubmatch(text)
+		FindStringSubmatch(get(t, url))
 	if m == nil {
 		return 0
 	}
-	seconds, err := strconv.ParseFloat(string(m[1]), 64)
+	seconds, err := strconv.ParseFloat(m[1], 64)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,7 +139,6 @@ func checkReport(t *testing.T, report string, want ...string) {
 // worker 1 only when the test lets it. So the order of events decides who waits for whom, and what has been
 // counted. Which node is called late depends on times. TestNodeReport in cmd/hvdrun checks that.
 func TestLateNodes(t *testing.T) {
-	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	dir := t.TempDir()
 	j := startHvdrun(t, nil, []string{"--metrics-addr", ":0", "--dump-dir", dir, "--servers", "2", "--workers",
 		"3"}, "lagging")

@@ -4,10 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"net"
-	"net/http"
 	"os"
 	"os/signal"
 	"regexp"
@@ -216,23 +214,14 @@ func TestNodeMetrics(t *testing.T) {
 	if at == nil {
 		t.Fatalf("hvdrun does not say where metrics are:\n%s", j.err())
 	}
-	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	testnet.Eventually(t, "all nodes show their metrics", func() bool {
-		r, err := http.Get(at[1])
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.Body.Close()
-		text, err := io.ReadAll(r.Body)
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := get(t, at[1])
 		for rank, name := range []string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"} {
 			line := fmt.Sprintf(`hvd_ps_node_info{host="[^"]+",node="%s",rank="%d"} 1\n`, name, rank)
 			if strings.HasPrefix(name, "worker") {
 				line = fmt.Sprintf(`hvd_ps_requests_total{host="[^"]+",peer="server 1",rank="%d"} [1-9]`, rank)
 			}
-			if !regexp.MustCompile(line).Match(text) {
+			if !regexp.MustCompile(line).MatchString(text) {
 				return false
 			}
 		}

@@ -97,31 +97,13 @@ func TestHost(t *testing.T) {
 	}
 }
 
-// get scrapes the server at addr once, over a new connection.
-func get(t *testing.T, addr string) (string, error) {
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	req, err := http.NewRequestWithContext(testnet.Context(t), http.MethodGet, "http://"+addr+"/metrics", nil)
-	if err != nil {
-		return "", err
-	}
-	resp, err := client.Do(req)
-	if err != nil {
-		return "", err
-	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(resp.Body)
-	if err == nil && resp.StatusCode != http.StatusOK {
-		err = fmt.Errorf("%s: %s", resp.Status, body)
-	}
-	return string(body), err
-}
-
 func TestServe(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	var all sync.WaitGroup
 	for range 10 {
 		all.Go(func() {
-			if body, err := get(t, s.Addr()); err != nil || !strings.Contains(body, "\nhvd_world_size 4\n") {
+			body, err := testnet.Get(testnet.Context(t), "http://"+s.Addr()+"/metrics")
+			if err != nil || !strings.Contains(body, "\nhvd_world_size 4\n") {
 				t.Errorf("got %q and error %v", body, err)
 			}
 		})
@@ -142,7 +124,7 @@ func TestSilentClientsAreBounded(t *testing.T) {
 	for range 40 {
 		testnet.RawDial(t, s.Addr(), []byte("GET /metrics HTTP/1.1\r\n"))
 	}
-	if _, err := get(t, s.Addr()); err != nil {
+	if _, err := testnet.Get(testnet.Context(t), "http://"+s.Addr()+"/metrics"); err != nil {
 		t.Error(err)
 	}
 	if n, err := first.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
@@ -161,7 +143,7 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	idle := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HTTP/1.1\r\n"))
 	for range 40 {
-		if _, err := get(t, s.Addr()); err != nil {
+		if _, err := testnet.Get(testnet.Context(t), "http://"+s.Addr()+"/metrics"); err != nil {
 			t.Fatal(err)
 		}
 	}

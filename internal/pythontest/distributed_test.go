@@ -3,9 +3,7 @@ package pythontest
 import (
 	"context"
 	"fmt"
-	"io"
 	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -234,7 +232,7 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 			}
 			until("all ranks train", func() bool { return strings.Count(output(), " trains\n") == 2 })
 			until("the metrics of all ranks", func() bool {
-				text := metricsAt(addr)
+				text, _ := testnet.Get(t.Context(), "http://"+addr+"/metrics") // an error while it serves none yet
 				return len(regexp.MustCompile(`(?m)^hvd_up\{[^}]*\} 1$`).FindAllString(text, -1)) == 2
 			})
 			until("the answers of all ranks to SIGQUIT", func() bool {
@@ -256,18 +254,4 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 			}
 		})
 	}
-}
-
-// metricsAt returns what hvdrun serves as metrics, or "" if it does not serve any yet.
-func metricsAt(addr string) string {
-	r, err := http.Get("http://" + addr + "/metrics")
-	if err != nil {
-		return ""
-	}
-	defer r.Body.Close()
-	text, err := io.ReadAll(r.Body)
-	if err != nil {
-		return ""
-	}
-	return string(text)
 }

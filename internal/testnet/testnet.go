@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -77,6 +78,25 @@ func Browser(t testing.TB) *http.Client {
 	client := &http.Client{Jar: jar}
 	t.Cleanup(client.CloseIdleConnections)
 	return client
+}
+
+// Get returns what a server answers to a request, over a connection of its own. A status other than 200 is an
+// error.
+func Get(ctx context.Context, url string) (string, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return "", err
+	}
+	resp, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", resp.Status, text)
+	}
+	return string(text), err
 }
 
 // Eventually polls cond until it returns true. It is for changes that other goroutines make without notifying
