@@ -67,7 +67,8 @@ func sharedMeshes(tb testing.TB, n int) []transport.Mesh {
 	return meshes
 }
 
-func newJob(tb testing.TB, meshes []transport.Mesh) *job {
+// newJob returns the exchanges of ranks with the given meshes. The functions change the settings of each.
+func newJob(tb testing.TB, meshes []transport.Mesh, change ...func(*p2p.Config)) *job {
 	j := &job{tb: tb, meshes: meshes, failures: make(chan error, 100), silent: make(chan struct{}, 100)}
 	var ranks []topo.Rank
 	for r := range meshes {
@@ -79,6 +80,9 @@ func newJob(tb testing.TB, meshes []transport.Mesh) *job {
 			Silent: func() { j.silent <- struct{}{} }}
 		if memory, ok := m.(shm.Sharer); ok {
 			cfg.Memory, cfg.Groups, j.shares = memory, memory.Groups(), true
+		}
+		for _, f := range change {
+			f(&cfg)
 		}
 		j.ranks = append(j.ranks, p2p.New(cfg))
 	}
@@ -115,6 +119,14 @@ func (p *pending) wait(tb testing.TB) error {
 	case <-time.After(20 * time.Second):
 		tb.Fatalf("%v did not end", &p.Op)
 		return nil
+	}
+}
+
+// succeeds fails the test unless the operation succeeds.
+func (p *pending) succeeds(tb testing.TB) {
+	tb.Helper()
+	if err := p.wait(tb); err != nil {
+		tb.Fatalf("%v: got error %v", &p.Op, err)
 	}
 }
 
@@ -194,14 +206,10 @@ func TestSizes(t *testing.T) {
 				first := j.receive(1-from, from, 5, n)
 				sent := j.send(from, 1-from, 5, payload(uint64(i), n))
 				first.want(t, from, payload(uint64(i), n))
-				if err := sent.wait(t); err != nil {
-					t.Fatal(err)
-				}
+				sent.succeeds(t)
 				sent = j.send(from, 1-from, 6, payload(uint64(i+1), n))
 				j.receive(1-from, p2p.AnySource, 6, n).want(t, from, payload(uint64(i+1), n))
-				if err := sent.wait(t); err != nil {
-					t.Fatal(err)
-				}
+				sent.succeeds(t)
 			}
 		}
 	})
@@ -264,9 +272,7 @@ func TestSizeDiffers(t *testing.T) {
 				t.Errorf("got error %v, want %s", err, want)
 			}
 			j.receive(0, 1, 1, 8).want(t, 1, payload(2, 8))
-			if err := sent.wait(t); err != nil {
-				t.Errorf("the send got error %v", err)
-			}
+			sent.succeeds(t)
 		}
 		j.send(1, 0, 1, payload(1, 8))
 		p := j.op(1, 1, make([]byte, 8))
@@ -302,9 +308,7 @@ func TestKeptMessagesAreBounded(t *testing.T) {
 					sent[i] = j.send(0, 1, 1, payload(uint64(i), n))
 				}
 				j.receive(1, 0, 1, n).want(t, 0, payload(uint64(i), n))
-				if err := sent[i].wait(t); err != nil {
-					t.Fatal(err)
-				}
+				sent[i].succeeds(t)
 			}
 		}
 	})
@@ -593,9 +597,7 @@ func TestLateMessages(t *testing.T) {
 			t.Error("the messages have not left the rank")
 		}
 		for _, o := range sends {
-			if err := o.wait(t); err != nil {
-				t.Errorf("%v: got error %v", &o.Op, err)
-			}
+			o.succeeds(t)
 		}
 	})
 }
@@ -695,15 +697,21 @@ func (g *gate) Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte,
 	return g.Sharer.Arena(ctx, rank, chunk)
 }
 
+// gated returns a job of two ranks that share memory. Rank 1 gets the chunks of rank 0 when the gate is open.
+func gated(t *testing.T) (*job, *gate) {
+	t.Helper()
+	meshes := sharedMeshes(t, 2)
+	g := &gate{meshes[1].(shm.Sharer), make(chan struct{}), make(chan struct{})}
+	meshes[1] = g
+	return newJob(t, meshes), g
+}
+
 // A sender ends its operations while the receiver copies a message. The receive does not succeed, because the
 // message may have changed. If the sender has shut down, the error says so. Otherwise the receive waits for
 // the verdict.
 func TestRevoked(t *testing.T) {
 	for _, leaves := range []bool{false, true} {
-		meshes := sharedMeshes(t, 2)
-		g := &gate{meshes[1].(shm.Sharer), make(chan struct{}), make(chan struct{})}
-		meshes[1] = g
-		j := newJob(t, meshes)
+		j, g := gated(t)
 		sent, received := j.send(0, 1, 1, payload(1, 1<<20)), j.receive(1, 0, 1, 1<<20)
 		<-g.waits
 		if leaves {
@@ -728,17 +736,14 @@ func TestRevoked(t *testing.T) {
 // The sender shuts down and its channel ends while the receiver copies a message. The receive does not end
 // before the receiver has stopped to write into its memory.
 func TestChannelEndsDuringCopy(t *testing.T) {
-	meshes := sharedMeshes(t, 2)
-	g := &gate{meshes[1].(shm.Sharer), make(chan struct{}), make(chan struct{})}
-	meshes[1] = g
-	j := newJob(t, meshes)
+	j, g := gated(t)
 	j.send(0, 1, 1, payload(1, 1<<20))
 	received := j.receive(1, 0, 1, 1<<20)
 	<-g.waits
 	j.quit(0, 1)
 	j.ranks[0].Close(errOver)
 	j.ranks = j.ranks[1:] // the cleanup must not use rank 0 any more
-	if err := meshes[0].Close(); err != nil {
+	if err := j.meshes[0].Close(); err != nil {
 		t.Error(err)
 	}
 	select {
@@ -760,30 +765,23 @@ func TestChannelEndsDuringCopy(t *testing.T) {
 
 // An operation that does not end in time is reported, again and again. One that ends is not.
 func TestTimeout(t *testing.T) {
-	c := mem.New(2)
-	late := make(chan *p2p.Op, 100)
-	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
-		Failed: func(error) {}, Silent: func() {},
-		OnTimeout: func(o *p2p.Op) { late <- o }})
-	never := &p2p.Op{Peer: 1, Tag: 4, Timeout: 2 * time.Millisecond, Done: func(error) {}}
-	ended := &p2p.Op{Peer: 1, Tag: 5, Timeout: time.Millisecond, Done: func(error) {}}
-	if x.Send(ended) != nil || x.Receive(never) != nil {
-		t.Fatal("the operations did not begin")
-	}
-	for range 2 {
-		select {
-		case o := <-late:
-			if o != never {
-				t.Errorf("%v timed out", o)
-			}
-		case <-time.After(20 * time.Second):
-			t.Fatal("no timeout was reported")
+	synctest.Test(t, func(t *testing.T) {
+		late := make(chan *p2p.Op, 100)
+		j := newJob(t, testcluster.MemMeshes(2), func(cfg *p2p.Config) {
+			cfg.OnTimeout = func(o *p2p.Op) { late <- o }
+		})
+		began, never, ended := time.Now(), j.op(1, 4, nil), j.op(1, 5, nil)
+		never.Timeout, ended.Timeout = 2*time.Second, time.Second
+		if j.ranks[0].Send(&ended.Op) != nil || j.ranks[0].Receive(&never.Op) != nil {
+			t.Fatal("the operations did not begin")
 		}
-	}
-	x.Close(errOver)
-	for r := range 2 {
-		_ = c.Mesh(topo.Rank(r)).Close()
-	}
+		for _, want := range []time.Duration{2 * time.Second, 3 * time.Second} {
+			o := <-late // without a report, it panics because all goroutines wait
+			if took := time.Since(began); o != &never.Op || took != want {
+				t.Errorf("%v timed out after %v, want %v after %v", o, took, &never.Op, want)
+			}
+		}
+	})
 }
 
 // If the channel to a peer breaks, the owner of the Exchange is told which peer it is.
@@ -814,31 +812,23 @@ func TestBrokenChannel(t *testing.T) {
 
 // Operations that wait too long are reported.
 func TestStalls(t *testing.T) {
-	c := mem.New(2)
-	stalls := make(chan string, 100)
-	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
-		Failed: func(error) {}, Silent: func() {},
-		StallWarning: time.Millisecond, OnStall: func(o *p2p.Op, _ time.Duration) { stalls <- o.String() }})
-	if err := x.Receive(&p2p.Op{Peer: 1, Tag: 4, Done: func(error) {}}); err != nil {
-		t.Fatal(err)
-	}
-	select {
-	case got := <-stalls:
-		if got != "recv from rank 1, tag 4" {
-			t.Errorf("got %s", got)
+	synctest.Test(t, func(t *testing.T) {
+		stalls := make(chan string, 1)
+		j := newJob(t, testcluster.MemMeshes(2), func(cfg *p2p.Config) {
+			cfg.StallWarning = time.Second
+			cfg.OnStall = func(o *p2p.Op, _ time.Duration) {
+				select {
+				case stalls <- o.String():
+				default:
+				}
+			}
+		})
+		began := time.Now()
+		j.receive(0, 1, 4, 0)
+		if got, took := <-stalls, time.Since(began); got != "recv from rank 1, tag 4" || took != time.Second {
+			t.Errorf("got %s after %v", got, took)
 		}
-	case <-time.After(20 * time.Second):
-		t.Error("no stall was reported")
-	}
-	go func() {
-		for range stalls {
-		}
-	}()
-	x.Close(errOver)
-	close(stalls)
-	for r := range 2 {
-		_ = c.Mesh(topo.Rank(r)).Close()
-	}
+	})
 }
 
 func BenchmarkPingPong(b *testing.B) {
