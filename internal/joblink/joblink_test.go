@@ -63,6 +63,15 @@ func listen(t *testing.T, kv *store.HashStore, ranks int,
 	return l
 }
 
+// awaitRead waits until the launcher has read everything that the ranks have sent.
+func awaitRead(t *testing.T, kv *store.HashStore) {
+	t.Helper()
+	testnet.Eventually(t, "the launcher has read it", func() bool {
+		n, err := kv.QueueLen(t.Context(), keyAnswers)
+		return err == nil && n == 0 && kv.Waits() == 2
+	})
+}
+
 func deaf(int, string, []byte) {}
 
 // answers makes ranks 0 to n-1 answer questions by calling handle, until the function end is called or the
@@ -408,10 +417,7 @@ func TestVerdict(t *testing.T) {
 		if err := rank.ReportVerdict(ctx, step.says); err != nil {
 			t.Fatal(err)
 		}
-		testnet.Eventually(t, "the launcher has read it", func() bool {
-			n, err := kv.QueueLen(ctx, keyAnswers)
-			return err == nil && n == 0 && kv.Waits() == 2
-		})
+		awaitRead(t, kv)
 		v, err := l.Verdict(ctx)
 		if err != nil || v.Epoch != step.want.Epoch || !slices.Equal(v.Ranks, step.want.Ranks) ||
 			v.Reason != step.want.Reason || v.At.IsZero() {
@@ -523,10 +529,7 @@ func TestDoubt(t *testing.T) {
 		if step.doubt {
 			last = <-next
 		} else {
-			testnet.Eventually(t, "the launcher has read it", func() bool {
-				n, err := kv.QueueLen(ctx, keyAnswers)
-				return err == nil && n == 0 && kv.Waits() == 2
-			})
+			awaitRead(t, kv)
 			last, _ = l.Accusation(ctx)
 		}
 		want := []topo.Rank{step.want}
@@ -650,10 +653,7 @@ func TestVerdictAfterRestart(t *testing.T) {
 		if err := step.do(); err != nil {
 			t.Fatal(err)
 		}
-		testnet.Eventually(t, "the launcher has read it", func() bool {
-			n, err := kv.QueueLen(ctx, keyAnswers)
-			return err == nil && n == 0 && kv.Waits() == 2
-		})
+		awaitRead(t, kv)
 		limited, cancel := context.WithCancel(ctx)
 		cancel()
 		v, err := l.Verdict(limited)
