@@ -79,14 +79,16 @@ func TestUsage(t *testing.T) {
 			"more than 2^63-1": good(func(o *op, tt *tens) {
 				tt.Shape = []int64{math.MaxInt64, 2}
 			}),
-			"than 2^63 bytes":          good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
-			"dimensions, want at most": good(func(o *op, tt *tens) { tt.Shape = append(bytes1(64), 4) }),
-			"an input of 16 bytes":     good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
-			"the output has 8 bytes":   good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
-			"input at byte 2":          good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
-			"16 bytes at byte 66":      good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
-			"overlap in arena 1":       good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
-			"arena 9 does not exist":   good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
+			"than 2^63 bytes": good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
+			"dimensions, want at most": good(func(o *op, tt *tens) {
+				tt.Shape = append(slices.Repeat([]int64{1}, 64), 4)
+			}),
+			"an input of 16 bytes":   good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
+			"the output has 8 bytes": good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
+			"input at byte 2":        good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
+			"16 bytes at byte 66":    good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
+			"overlap in arena 1":     good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
+			"arena 9 does not exist": good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
 			"arena 2147483649 does not exist": good(func(o *op, tt *tens) {
 				tt.Input = &sidecarpb.Memory{Arena: wire.OwnArenas + 1, Bytes: 16}
 			}),
@@ -167,14 +169,6 @@ func TestPreparedOperationsAreBounded(t *testing.T) {
 			t.Errorf("the last slot, when there is room: %v", r.Error)
 		}
 	})
-}
-
-func bytes1(n int) []int64 {
-	ones := make([]int64, n)
-	for i := range ones {
-		ones[i] = 1
-	}
-	return ones
 }
 
 func release(t *testing.T, fd int, b []byte) {
