@@ -82,13 +82,7 @@ type Set struct {
 }
 
 // Global returns the set of all ranks of a job.
-func Global(size int) Set {
-	s := Set{ID: topo.Global}
-	for r := range size {
-		s.Ranks = append(s.Ranks, topo.Rank(r))
-	}
-	return s
-}
+func Global(size int) Set { return Set{ID: topo.Global, Ranks: topo.UpTo(size)} }
 
 // index returns the position of r in the set, or -1 if r is not a member.
 func (s *Set) index(r topo.Rank) int {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"time"
 
-	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/rank"
@@ -93,6 +92,6 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	}
 	oversubscribed := b.session != nil && ops.Oversubscribed(b.session.LocalSize, b.session.Processors)
 	b.registry = rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP, oversubscribed)
-	b.manager, err = ops.NewManager(b.registry, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
+	b.manager, err = ops.NewManager(b.registry, topo.Global, topo.UpTo(cfg.Size), cfg.Rank)
 	return b, err
 }

@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
 )
 
@@ -45,7 +45,7 @@ func (p *rawPath) plan(s opSpec) (to rawPlan, err error) {
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
 		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
-	to.id, to.algorithm, err = p.backend.registry.Plan(controller.Global(p.Size()).Ranks, r,
+	to.id, to.algorithm, err = p.backend.registry.Plan(topo.UpTo(p.Size()), r,
 		s.numBytes(p.Size()), nil)
 	if err != nil {
 		return to, errUnsupported{err.Error()}

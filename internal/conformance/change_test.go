@@ -6,6 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // changes has pairs of operations that differ in one parameter. The first operation of a pair is base. The
@@ -54,7 +55,7 @@ func movedOf(kind message.Kind) what {
 // must not confuse them.
 func TestOneParameterChanges(t *testing.T) {
 	const ranks = 3
-	members := global(ranks)
+	members := topo.UpTo(ranks)
 	// pair returns base operation i and the changed operation as two jobs.
 	pair := func(i int, names [2]string, seed uint64) []*job {
 		jobs := make([]*job, 2)

@@ -231,18 +231,10 @@ type script struct {
 	memory memory // see job
 }
 
-// global returns the members of the set of all ranks.
-func global(ranks int) (all []topo.Rank) {
-	for r := range ranks {
-		all = append(all, topo.Rank(r))
-	}
-	return all
-}
-
 // sets returns the additional process sets of a job. One has all ranks but the first, and the other has every
 // second rank. In a job with one rank, both sets have this rank.
 func sets(ranks int) [][]topo.Rank {
-	all := global(ranks)
+	all := topo.UpTo(ranks)
 	if ranks == 1 {
 		return [][]topo.Rank{all, all}
 	}
@@ -255,7 +247,7 @@ func sets(ranks int) [][]topo.Rank {
 
 // script returns the script of the trial. If m is not nil, it has the tensors of this process.
 func (c trial) script(m memory) *script {
-	s := &script{trial: c, members: global(c.ranks), memory: m}
+	s := &script{trial: c, members: topo.UpTo(c.ranks), memory: m}
 	if c.mode == subset {
 		which := c.number % 2
 		s.set, s.members = topo.ProcessSetID(1+which), sets(c.ranks)[which]

@@ -85,7 +85,7 @@ const programRanks = 5
 // the same program.
 func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
 	p := &program{ranks: programRanks}
-	p.sets = append([][]topo.Rank{global(p.ranks)}, sets(p.ranks)...)
+	p.sets = append([][]topo.Rank{topo.UpTo(p.ranks)}, sets(p.ranks)...)
 	a := &author{Rand: rand.New(rand.NewPCG(seed, 1)), p: p, fresh: fresh, names: make(map[string]habit)}
 	for range kinds {
 		w := choices[a.IntN(len(choices))]

@@ -353,7 +353,7 @@ func (n *lockstep) expire() {
 	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", limit)
 	missing := n.collectives.Missing()
 	if len(missing) == 0 {
-		n.e.suspect(controller.Global(n.e.cfg.Size).Ranks, fmt.Errorf(
+		n.e.suspect(topo.UpTo(n.e.cfg.Size), fmt.Errorf(
 			"a negotiation cycle has not ended for %v, although all ranks send heartbeats", limit))
 	}
 	for _, r := range missing {

@@ -70,12 +70,8 @@ func sharedMeshes(tb testing.TB, n int) []transport.Mesh {
 // newJob returns the exchanges of ranks with the given meshes. The functions change the settings of each.
 func newJob(tb testing.TB, meshes []transport.Mesh, change ...func(*p2p.Config)) *job {
 	j := &job{tb: tb, meshes: meshes, failures: make(chan error, 100), silent: make(chan struct{}, 100)}
-	var ranks []topo.Rank
-	for r := range meshes {
-		ranks = append(ranks, topo.Rank(r))
-	}
 	for r, m := range meshes {
-		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
+		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: topo.UpTo(len(meshes)), Me: r,
 			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) },
 			Silent: func() { j.silent <- struct{}{} }}
 		if memory, ok := m.(shm.Sharer); ok {

@@ -325,7 +325,7 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	if err := configureTuner(&ecfg, cfg, r.session); err != nil {
 		return ecfg, err
 	}
-	r.Global = r.newSet(topo.Global, controller.Global(cfg.Size).Ranks, false)
+	r.Global = r.newSet(topo.Global, topo.UpTo(cfg.Size), false)
 	for _, s := range sets {
 		r.newSet(s.ID, s.Ranks, false)
 	}

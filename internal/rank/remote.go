@@ -43,11 +43,7 @@ type Joined struct {
 // NewRemote returns a rank whose engine is in another process.
 func NewRemote(j Joined, remote Remote) *Rank {
 	r := &Rank{Place: j.Place, Homogeneous: j.Homogeneous, Epoch: j.Epoch, Remote: remote, dynamicSets: true}
-	all := make([]topo.Rank, j.Place.Size)
-	for i := range all {
-		all[i] = topo.Rank(i)
-	}
-	r.Global = r.newSet(topo.Global, all, false)
+	r.Global = r.newSet(topo.Global, topo.UpTo(j.Place.Size), false)
 	for id, ranks := range j.Sets {
 		r.newSet(id, ranks, false)
 	}

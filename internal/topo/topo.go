@@ -8,6 +8,15 @@ import "fmt"
 // number in the whole job, not a position in a process set.
 type Rank int32
 
+// UpTo returns the ranks from 0 to n-1.
+func UpTo(n int) []Rank {
+	ranks := make([]Rank, n)
+	for r := range ranks {
+		ranks[r] = Rank(r)
+	}
+	return ranks
+}
+
 // ProcessSetID identifies a process set in frames. The coordinator assigns the ID and does not reuse it
 // within an epoch.
 type ProcessSetID uint32

@@ -48,14 +48,6 @@ func allKinds() (all [message.NumKinds]bool) {
 	return all
 }
 
-// upTo returns the ranks 0 to n-1.
-func upTo(n int) (all []topo.Rank) {
-	for r := range n {
-		all = append(all, topo.Rank(r))
-	}
-	return all
-}
-
 // cluster has the backends of all ranks of a job in one process. Both levels are backends of ops/tcp.
 type cluster struct {
 	hosts    string
@@ -116,7 +108,7 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 			change(&cfg)
 		}
 		c.plan = hier.Register(cfg).Plan
-		b, err := hier.Register(cfg).New(topo.Global, upTo(len(hosts)), r)
+		b, err := hier.Register(cfg).New(topo.Global, topo.UpTo(len(hosts)), r)
 		if err != nil {
 			tb.Fatal(err)
 		}
@@ -301,7 +293,7 @@ func TestPlan(t *testing.T) {
 		c := newCluster(t, test.hosts, test.change)
 		ranks := test.ranks
 		if ranks == nil {
-			ranks = upTo(len(test.hosts))
+			ranks = topo.UpTo(len(test.hosts))
 		}
 		_, err := c.plan(ranks, test.r, 4, nil)
 		if test.want == "" && err != nil || test.want != "" &&
@@ -330,7 +322,7 @@ func TestPlanTuned(t *testing.T) {
 		r := &message.Response{Kind: c.kind, DType: tensor.Float32, Op: tensor.Sum}
 		for tuned, want := range map[message.Tuning]bool{{}: false, {OneLevelAllreduce: true}: c.noAllreduce,
 			{OneLevelAllgather: true}: c.noAllgather} {
-			if _, err := plan(upTo(4), r, 4, &tuned); (err != nil) != want {
+			if _, err := plan(topo.UpTo(4), r, 4, &tuned); (err != nil) != want {
 				t.Errorf("%v with %+v: got error %v, want one: %v", c.kind, tuned, err, want)
 			}
 		}
@@ -531,7 +523,7 @@ func stagesOf(t *testing.T, alg message.Algorithm, chunks int) string {
 		return levelOf(&recorded{name: name, outer: outer, log: &log}, alg)
 	}
 	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level("inner", false),
-		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, topo.UpTo(4), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -573,7 +565,7 @@ func TestFailureEndsBothLevels(t *testing.T) {
 	outer := &busy{recorded: recorded{name: "outer", log: &log}, failure: failure}
 	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: levelOf(inner, message.NoAlgorithm),
 		Outer: levelOf(outer, message.NoAlgorithm), Kinds: allKinds(),
-		ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+		ChunkBytes: 1 << 10}).New(topo.Global, topo.UpTo(4), 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -113,13 +113,6 @@ func open(t *testing.T, ranks []topo.Rank, limit int64, steps bool) (*opstest.Bl
 	return &opstest.Blocking{Backend: b, Steps: steps}, me
 }
 
-func everyone() (all []topo.Rank) {
-	for r := range job.Size() {
-		all = append(all, topo.Rank(r))
-	}
-	return all
-}
-
 // cases calls f with process sets of all ranks and of every second rank, with small and large calls, and with
 // steps that wait or do not wait.
 func cases(t *testing.T, f func(t *testing.T, b *opstest.Blocking, n, me int)) {
@@ -127,7 +120,7 @@ func cases(t *testing.T, f func(t *testing.T, b *opstest.Blocking, n, me int)) {
 	for r := 0; r < job.Size(); r += 2 {
 		even = append(even, topo.Rank(r))
 	}
-	for _, ranks := range [][]topo.Rank{everyone(), even} {
+	for _, ranks := range [][]topo.Rank{topo.UpTo(job.Size()), even} {
 		for _, limit := range []int64{1 << 30, 10} {
 			for _, steps := range []bool{false, true} {
 				t.Run(fmt.Sprintf("ranks=%v/limit=%d/steps=%v", ranks, limit, steps), func(t *testing.T) {
@@ -161,7 +154,7 @@ func TestAtRandom(t *testing.T) {
 // be made, the last one serves later allreduces with its arguments. A reduce in the same buffer changes
 // nothing.
 func TestRepeatedAllreduce(t *testing.T) {
-	b, me := open(t, everyone(), 1<<30, false)
+	b, me := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	n, c := job.Size(), b.Backend.(*backend).comm.c
 	if c.left == 0 && os.Getenv("CI") == "" {
 		t.Skip("this MPI library has no persistent collectives, unlike Open MPI 4 and MPICH 4")
@@ -321,8 +314,8 @@ func TestVectorsGrow(t *testing.T) {
 // Operations of two process sets run at the same time, in any order. That is also so if they make and start
 // persistent requests.
 func TestSetsDoNotBlockEachOther(t *testing.T) {
-	a, _ := open(t, everyone(), 1<<30, false)
-	b, me := open(t, everyone(), 1<<30, false)
+	a, _ := open(t, topo.UpTo(job.Size()), 1<<30, false)
+	b, me := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	first, second := a, b
 	if me%2 == 1 {
 		first, second = b, a
@@ -403,7 +396,7 @@ func TestPlan(t *testing.T) {
 
 // An operation allocates nothing, except an alltoall, which allocates its result.
 func TestAllocations(t *testing.T) {
-	b, _ := open(t, everyone(), 1<<30, false)
+	b, _ := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	buf := make([]byte, 1024)
 	one := []ops.Tensor{{In: buf, Out: buf}}
 	op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float16, Op: tensor.Sum, Tensors: one}
@@ -460,7 +453,7 @@ func TestErrorsNameRanks(t *testing.T) {
 		return err
 	}
 	// MPI keeps the communicators, because it may still use them after an error.
-	pair, all := newComm(everyone(), 7), newComm(everyone(), 8)
+	pair, all := newComm(topo.UpTo(job.Size()), 7), newComm(topo.UpTo(job.Size()), 8)
 	job.change(7, func() error { return errors.Join(job.comm.sub(pair), job.comm.sub(all)) })
 	small, large := pinned(t, 8), pinned(t, 64)
 
@@ -484,9 +477,9 @@ func TestErrorsNameRanks(t *testing.T) {
 	err = fail(all, func() error { return all.broadcast(buf, 0) })
 	if me > 0 {
 		u, ok := errors.AsType[*ops.UnknownRankError](err)
-		if !ok || !slices.Equal(u.Ranks, everyone()) ||
+		if !ok || !slices.Equal(u.Ranks, topo.UpTo(job.Size())) ||
 			!strings.Contains(err.Error(), "MPI does not tell which rank has failed") {
-			t.Errorf("got error %v, want an *UnknownRankError for ranks %v", err, everyone())
+			t.Errorf("got error %v, want an *UnknownRankError for ranks %v", err, topo.UpTo(job.Size()))
 		}
 	}
 }
@@ -509,8 +502,8 @@ func TestFailure(t *testing.T) {
 	if os.Getenv(failureVariable) == "" {
 		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
 	}
-	b, me := open(t, everyone(), 1<<30, false)
-	other, _ := open(t, everyone(), 1<<30, false)
+	b, me := open(t, topo.UpTo(job.Size()), 1<<30, false)
+	other, _ := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	if me > 0 {
 		select {} // mpirun ends this process when rank 0 has ended
 	}
@@ -546,7 +539,7 @@ func TestFailureElsewhere(t *testing.T) {
 	if os.Getenv(failureVariable) == "" {
 		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
 	}
-	b, me := open(t, everyone(), 1<<30, false)
+	b, me := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	buf := make([]byte, 8)
 	if err := b.Allreduce(ctx, message.NoAlgorithm, tensor.Int64, tensor.Sum, buf); err != nil {
 		t.Fatal(err)
@@ -590,10 +583,10 @@ func TestFailureElsewhere(t *testing.T) {
 // While a communicator is made, no call waits for it. Operations and collectives of the negotiation begin
 // afterwards.
 func TestNothingWaitsForCommunicator(t *testing.T) {
-	b, me := open(t, everyone(), 1<<30, false)
+	b, me := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	made := make(chan struct{})
 	job.change(2, func() error { <-made; return nil }) // as MPI_Comm_create_group does
-	added, err := job.Register(false, true).New(2, everyone(), me)
+	added, err := job.Register(false, true).New(2, topo.UpTo(job.Size()), me)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -634,11 +627,11 @@ func TestFailureToMakeSet(t *testing.T) {
 	if os.Getenv(failureVariable) == "" {
 		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
 	}
-	b, me := open(t, everyone(), 1<<30, false)
+	b, me := open(t, topo.UpTo(job.Size()), 1<<30, false)
 	if me > 0 {
 		select {} // mpirun ends this process when rank 0 has ended
 	}
-	added, err := job.Register(false, true).New(2, everyone(), me)
+	added, err := job.Register(false, true).New(2, topo.UpTo(job.Size()), me)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -664,7 +657,8 @@ func TestFailureToFree(t *testing.T) {
 	if !job.own {
 		t.Skip("the program has chosen that an error ends it")
 	}
-	b := &backend{world: job, comm: newComm(everyone(), 1), kept: new(runtime.Pinner)} // has no communicator
+	// The backend has no communicator.
+	b := &backend{world: job, comm: newComm(topo.UpTo(job.Size()), 1), kept: new(runtime.Pinner)}
 	b.Close()
 	if err := job.Leave(ctx); err == nil || !strings.Contains(err.Error(), "process set 1: MPI_Comm_free: ") {
 		t.Errorf("got error %v, want that of MPI_Comm_free", err)

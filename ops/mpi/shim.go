@@ -573,9 +573,7 @@ func newWorld(handle *int32) (comm, error) {
 	c := newComm(nil, topo.Global)
 	c.lane = transport.Control
 	err := check("MPI_Comm_dup", C.hvd_world(c.c, C.hvd_parent((*C.int32_t)(handle))))
-	for r := range c.size() {
-		c.ranks = append(c.ranks, topo.Rank(r))
-	}
+	c.ranks = topo.UpTo(c.size())
 	return c, err
 }
 

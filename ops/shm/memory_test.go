@@ -149,10 +149,7 @@ func run(t testing.TB, n int, cfg shm.Config, f func(r *rank) error) {
 }
 
 func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
-	ranks := make([]topo.Rank, n)
-	for i := range ranks {
-		ranks[i] = topo.Rank(i)
-	}
+	ranks := topo.UpTo(n)
 	errs := make([]error, n)
 	var wg sync.WaitGroup
 	for i := range n {

@@ -9,6 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
@@ -23,8 +24,8 @@ func BenchmarkAllreduce(b *testing.B) {
 				for numBytes := 1 << 10; numBytes <= 64<<20; numBytes <<= 2 {
 					b.Run(fmt.Sprintf("%s/%v/ranks=%d/bytes=%d", net.name, alg, n, numBytes),
 						func(b *testing.B) {
-							benchmarkAllreduce(b, newCluster(net.meshes(b, n), upTo(n), tcp.Config{}), alg,
-								tensor.Float32, numBytes)
+							c := newCluster(net.meshes(b, n), topo.UpTo(n), tcp.Config{})
+							benchmarkAllreduce(b, c, alg, tensor.Float32, numBytes)
 						})
 				}
 			}
@@ -44,7 +45,7 @@ func BenchmarkAlltoall(b *testing.B) {
 					for r := range outs {
 						outs[r] = make([]byte, len(in))
 					}
-					repeat(b, newCluster(tcpMeshes(b, n), upTo(n), tcp.Config{}),
+					repeat(b, newCluster(tcpMeshes(b, n), topo.UpTo(n), tcp.Config{}),
 						func(r int, be *opstest.Blocking) error {
 							return be.Alltoall(b.Context(), alg, in, counts,
 								func([]int64) ([]byte, error) { return outs[r], nil })
@@ -61,7 +62,8 @@ func BenchmarkTypes(b *testing.B) {
 	for dt := tensor.Float16; dt <= tensor.Float64; dt++ {
 		for _, alg := range tcp.Algorithms(message.Allreduce) {
 			b.Run(fmt.Sprintf("%v/%v", dt, alg), func(b *testing.B) {
-				benchmarkAllreduce(b, newCluster(tcpMeshes(b, 2), upTo(2), tcp.Config{}), alg, dt, 16<<20)
+				c := newCluster(tcpMeshes(b, 2), topo.UpTo(2), tcp.Config{})
+				benchmarkAllreduce(b, c, alg, dt, 16<<20)
 			})
 		}
 	}
@@ -72,8 +74,8 @@ func BenchmarkSegment(b *testing.B) {
 	for seg := 16 << 10; seg <= 4<<20; seg <<= 1 {
 		for _, n := range []int{2, 4} {
 			b.Run(fmt.Sprintf("segment=%d/ranks=%d", seg, n), func(b *testing.B) {
-				benchmarkAllreduce(b, newCluster(tcpMeshes(b, n), upTo(n), tcp.Config{SegmentBytes: seg}),
-					message.Ring, tensor.Float32, 16<<20)
+				c := newCluster(tcpMeshes(b, n), topo.UpTo(n), tcp.Config{SegmentBytes: seg})
+				benchmarkAllreduce(b, c, message.Ring, tensor.Float32, 16<<20)
 			})
 		}
 	}
@@ -84,7 +86,7 @@ func BenchmarkSegment(b *testing.B) {
 func BenchmarkLockedThreads(b *testing.B) {
 	for _, locked := range []bool{false, true} {
 		b.Run(fmt.Sprintf("locked=%v", locked), func(b *testing.B) {
-			c := newCluster(tcpMeshes(b, 2), upTo(2), tcp.Config{})
+			c := newCluster(tcpMeshes(b, 2), topo.UpTo(2), tcp.Config{})
 			x := make([]float32, 2)
 			sum := func(r, calls int, wait bool) error {
 				buf := tensor.Bytes(x[r:][:1])

@@ -73,15 +73,6 @@ var networks = []struct {
 	{"tcp", tcpMeshes},
 }
 
-// upTo returns the ranks 0 to n-1.
-func upTo(n int) []topo.Rank {
-	var all []topo.Rank
-	for r := range n {
-		all = append(all, topo.Rank(r))
-	}
-	return all
-}
-
 // each calls f for all ranks at the same time and returns their errors.
 func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	return opstest.Each(c.backends, func(err error) {

@@ -128,7 +128,7 @@ func TestDirectBlocks(t *testing.T) {
 				resume()
 			}
 		}}
-	c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 2 * numBytes})
+	c := newCluster(meshes, topo.UpTo(n), tcp.Config{SegmentBytes: 2 * numBytes})
 	defer c.close()
 	c.must(t, func(_ int, b *opstest.Blocking) error {
 		var list []ops.Tensor

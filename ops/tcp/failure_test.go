@@ -156,7 +156,7 @@ func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int
 	dies := meshes[dying]
 	_, sockets := dies.(*transporttcp.Mesh)
 	meshes[dying] = &countdownMesh{Mesh: dies, left: 300, zero: func() { _ = dies.Close() }}
-	c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
+	c := newCluster(meshes, topo.UpTo(n), tcp.Config{SegmentBytes: 64})
 	errs := c.judge(dying, func(i int, b *opstest.Blocking) error {
 		return runOperation(t.Context(), name, b, n)
 	})
@@ -233,7 +233,7 @@ func TestAbort(t *testing.T) {
 					m.Abort(lane, boom)
 				}
 			}}
-			c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
+			c := newCluster(meshes, topo.UpTo(n), tcp.Config{SegmentBytes: 64})
 			for i, err := range c.each(func(i int, b *opstest.Blocking) error {
 				return runOperation(t.Context(), name, b, n)
 			}) {
@@ -256,7 +256,7 @@ func TestAbortUnsent(t *testing.T) {
 			for r := range meshes {
 				meshes[r] = &stuckMesh{meshes[r], boom}
 			}
-			c := newCluster(meshes, upTo(2), tcp.Config{})
+			c := newCluster(meshes, topo.UpTo(2), tcp.Config{})
 			for i, err := range c.each(func(i int, b *opstest.Blocking) error {
 				return runOperation(t.Context(), name, b, 2)
 			}) {
@@ -303,7 +303,7 @@ func TestContext(t *testing.T) {
 		}
 	}
 	t.Run("of an earlier call", func(t *testing.T) {
-		c := newCluster(memMeshes(n), upTo(n), tcp.Config{})
+		c := newCluster(memMeshes(n), topo.UpTo(n), tcp.Config{})
 		for range 50 {
 			ctx, cancel := context.WithCancel(t.Context())
 			c.must(t, func(i int, b *opstest.Blocking) error {
@@ -319,7 +319,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	t.Run("before", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		cancel(reason)
-		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
+		c := newCluster(meshes(t, n), topo.UpTo(n), tcp.Config{})
 		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error {
 			return runOperation(ctx, name, b, n)
 		}))
@@ -327,7 +327,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	t.Run("middle", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		defer cancel(nil)
-		c := newCluster(meshes(t, n), upTo(n), tcp.Config{SegmentBytes: 64})
+		c := newCluster(meshes(t, n), topo.UpTo(n), tcp.Config{SegmentBytes: 64})
 		c.must(t, func(i int, b *opstest.Blocking) error { return runOperation(ctx, name, b, n) })
 		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error {
 			if i == 0 {
@@ -338,7 +338,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	})
 	t.Run("unconnected", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
-		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
+		c := newCluster(meshes(t, n), topo.UpTo(n), tcp.Config{})
 		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error {
 			if i == 0 {
 				cancel(reason)
@@ -351,7 +351,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 
 // If operations alternate between two contexts, at most one function waits for the end of a context.
 func TestContextsDoNotPile(t *testing.T) {
-	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
+	b := newCluster(memMeshes(1), topo.UpTo(1), tcp.Config{}).backends[0]
 	live := 0
 	one := &countingContext{Context: t.Context(), done: make(chan struct{}), live: &live}
 	two := &countingContext{Context: t.Context(), done: make(chan struct{}), live: &live}

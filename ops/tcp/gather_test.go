@@ -44,7 +44,7 @@ func testNoRoom(t *testing.T, alg message.Algorithm) {
 		"too long":  {7, nil, "got an output buffer of 7 bytes, want 6"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
+			c := newCluster(memMeshes(3), topo.UpTo(3), tcp.Config{})
 			const nobody = -1
 			errs := c.judge(nobody, func(r int, b *opstest.Blocking) error {
 				return b.Alltoall(t.Context(), alg, make([]byte, 6), []int64{2, 2, 2},
@@ -93,7 +93,7 @@ func testAlltoallLies(t *testing.T, alg message.Algorithm, said [][]uint64) {
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
 	meshes := memMeshes(3)
-	b := &opstest.Blocking{Backend: tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})}
+	b := &opstest.Blocking{Backend: tcp.New(meshes[0], lane, topo.UpTo(3), 0, tcp.Config{})}
 	done := make(chan error, 1)
 	go func() {
 		done <- b.Alltoall(ctx, alg, nil, []int64{0, 0, 0}, func(counts []int64) ([]byte, error) {
@@ -153,7 +153,7 @@ func TestMessagesOfAlltoall(t *testing.T) {
 		for r := range meshes {
 			meshes[r] = &counting{Mesh: meshes[r]}
 		}
-		c := newCluster(meshes, upTo(n), tcp.Config{})
+		c := newCluster(meshes, topo.UpTo(n), tcp.Config{})
 		c.must(t, func(r int, b *opstest.Blocking) error {
 			size := 16 + r%2
 			return b.Alltoall(t.Context(), alg, make([]byte, n*size), slices.Repeat([]int64{int64(size)}, n),
@@ -199,7 +199,7 @@ func TestPendingBytesBeforeDialing(t *testing.T) {
 	const n = 7
 	meshes := tcpMeshes(t, n)
 	meshes[3] = &slowMesh{meshes[3]}
-	c := newCluster(meshes, upTo(n), tcp.Config{})
+	c := newCluster(meshes, topo.UpTo(n), tcp.Config{})
 	defer c.close()
 	c.must(t, func(_ int, b *opstest.Blocking) error {
 		return b.Allgather(t.Context(), message.Bruck, make([]byte, 64*n), slices.Repeat([]int64{64}, n))
@@ -210,7 +210,7 @@ func TestPendingBytesBeforeDialing(t *testing.T) {
 func TestRootedChannels(t *testing.T) {
 	const n, root = 4, 2
 	for _, kind := range []message.Kind{message.Gather, message.Scatter} {
-		c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{})
+		c := newCluster(strictMeshes(t, n), topo.UpTo(n), tcp.Config{})
 		c.must(t, func(r int, b *opstest.Blocking) error {
 			counts, total := make([]int64, n), 0
 			for to := range counts {

@@ -63,7 +63,7 @@ func largeBlocks(t *testing.T, c *cluster, seed uint64) {
 func TestAtRandom(t *testing.T) {
 	for n := 1; n <= 9; n++ {
 		t.Run(fmt.Sprintf("strict/ranks=%d", n), func(t *testing.T) {
-			c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{})
+			c := newCluster(strictMeshes(t, n), topo.UpTo(n), tcp.Config{})
 			defer c.close()
 			seed := opstest.PickSeed(t)
 			for i := range uint64(20) {
@@ -98,7 +98,7 @@ func TestAtRandom(t *testing.T) {
 	} {
 		for n := 2; n <= 3; n++ {
 			t.Run(fmt.Sprintf("%s/ranks=%d", name, n), func(t *testing.T) {
-				c := newCluster(network.meshes(t, n), upTo(n), tcp.Config{})
+				c := newCluster(network.meshes(t, n), topo.UpTo(n), tcp.Config{})
 				defer c.close()
 				seed := opstest.PickSeed(t)
 				if !network.large {

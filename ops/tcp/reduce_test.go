@@ -7,6 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -15,7 +16,7 @@ import (
 // or if they contribute NaNs with different bits.
 func TestAllreduceSameBits(t *testing.T) {
 	for n := 2; n <= 9; n++ {
-		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
+		c := newCluster(memMeshes(n), topo.UpTo(n), tcp.Config{SegmentBytes: 64})
 		for _, alg := range tcp.Algorithms(message.Allreduce) {
 			bufs := make([][]byte, n)
 			c.must(t, func(r int, b *opstest.Blocking) error {

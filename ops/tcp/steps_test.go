@@ -44,7 +44,7 @@ func TestStepsOnThreads(t *testing.T) {
 	const n = 3
 	for name := range operations {
 		t.Run(name, func(t *testing.T) {
-			c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
+			c := newCluster(memMeshes(n), topo.UpTo(n), tcp.Config{SegmentBytes: 64})
 			defer c.close()
 			c.must(t, func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, n) })
 			c.must(t, func(i int, b *opstest.Blocking) error {
@@ -63,7 +63,7 @@ func TestStepsOnThreads(t *testing.T) {
 // operation does not keep its caller from other work.
 func TestStepsOfRings(t *testing.T) {
 	const n, numBytes = 2, 16 << 20
-	c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 256 << 10})
+	c := newCluster(memMeshes(n), topo.UpTo(n), tcp.Config{SegmentBytes: 256 << 10})
 	defer c.close()
 	c.must(t, func(_ int, b *opstest.Blocking) error { // the first operation makes the channels
 		return b.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, make([]byte, 4))
@@ -128,7 +128,7 @@ func TestStepsWhileBuffersAreHeld(t *testing.T) {
 	meshes := memMeshes(2)
 	l := &late{Mesh: meshes[0]}
 	meshes[0] = l
-	c := newCluster(meshes, upTo(2), tcp.Config{})
+	c := newCluster(meshes, topo.UpTo(2), tcp.Config{})
 	defer c.close()
 	var bufs [2][2]float32
 	sum := func(r int, b *opstest.Blocking) error {
@@ -216,7 +216,7 @@ func (s *slowPeer) Flush() error { return nil }
 // A step that may wait polls before it blocks.
 func TestPollsBeforeItBlocks(t *testing.T) {
 	s := &slowPeer{}
-	b := tcp.New(slowPeerMesh{peer: s}, transport.DataLane(0), upTo(2), 0, tcp.Config{})
+	b := tcp.New(slowPeerMesh{peer: s}, transport.DataLane(0), topo.UpTo(2), 0, tcp.Config{})
 	defer b.Close()
 	x := tensor.Bytes([]float32{1})
 	op := ops.Operation{Kind: message.Allreduce, Algorithm: message.RecursiveDoubling,
@@ -233,7 +233,7 @@ func TestStepsMoveWhileDataArrives(t *testing.T) {
 		64 << 10: {ops.Waiting, ops.Waiting, ops.Waiting, ops.Waiting, ops.Finished},
 		1 << 20:  {ops.Waiting, ops.Waiting, ops.Moving, ops.Waiting, ops.Finished},
 	} {
-		b := tcp.New(slowPeerMesh{peer: &slowPeer{}}, transport.DataLane(0), upTo(2), 0, tcp.Config{})
+		b := tcp.New(slowPeerMesh{peer: &slowPeer{}}, transport.DataLane(0), topo.UpTo(2), 0, tcp.Config{})
 		x := make([]byte, numBytes)
 		op := ops.Operation{Kind: message.Allreduce, Algorithm: message.HalvingDoubling,
 			DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: x, Out: x}}}

@@ -46,7 +46,7 @@ func TestTable(t *testing.T) {
 		{message.Broadcast, tensor.Float32, 5, 1 << 40, message.Tree},
 	} {
 		r := &message.Response{Kind: c.kind, DType: c.dt, Op: tensor.Sum}
-		if got, err := b.Plan(upTo(c.ranks), r, c.numBytes, nil); got != c.want || err != nil {
+		if got, err := b.Plan(topo.UpTo(c.ranks), r, c.numBytes, nil); got != c.want || err != nil {
 			t.Errorf("%v of %d bytes of %v among %d ranks: got %v, %v, want %v", c.kind, c.numBytes, c.dt,
 				c.ranks,
 				got, err, c.want)
@@ -59,7 +59,7 @@ func TestAlltoallByDefault(t *testing.T) {
 	b := tcp.Register(memMeshes(2)[0], tcp.Config{})
 	for n, want := range map[int]message.Algorithm{2: message.Direct, 32: message.Direct,
 		33: message.Bruck} {
-		if got, err := b.Plan(upTo(n), &message.Response{Kind: message.Alltoall}, 0, nil); got != want {
+		if got, err := b.Plan(topo.UpTo(n), &message.Response{Kind: message.Alltoall}, 0, nil); got != want {
 			t.Errorf("%d ranks: got %v, %v, want %v", n, got, err, want)
 		}
 	}
@@ -70,7 +70,8 @@ func TestTableWithin(t *testing.T) {
 	cfg := tcp.Config{Table: tcp.Table{{Kind: message.Allgather, Algorithm: message.Ring}},
 		Forced: tcp.Forced{message.Allgather: message.Bruck}}
 	b := tcp.Within(memMeshes(2)[0], transport.OuterLane, cfg)
-	if got, err := b.Plan(upTo(2), &message.Response{Kind: message.Allgather}, 4, nil); got != message.Ring {
+	got, err := b.Plan(topo.UpTo(2), &message.Response{Kind: message.Allgather}, 4, nil)
+	if got != message.Ring {
 		t.Errorf("got %v, %v, want ring", got, err)
 	}
 }
@@ -84,7 +85,7 @@ func TestForced(t *testing.T) {
 	}
 	b := tcp.Register(memMeshes(3)[0], tcp.Config{Forced: forced})
 	plan := func(kind message.Kind, dt tensor.DType, op tensor.ReduceOp) (message.Algorithm, error) {
-		return b.Plan(upTo(3), &message.Response{Kind: kind, DType: dt, Op: op}, 4, nil)
+		return b.Plan(topo.UpTo(3), &message.Response{Kind: kind, DType: dt, Op: op}, 4, nil)
 	}
 	for _, c := range []struct {
 		kind message.Kind
@@ -128,7 +129,7 @@ func TestTunedAlgorithm(t *testing.T) {
 		{forced, message.Allreduce, tensor.Float32, tuned, message.Ring},
 	} {
 		r := &message.Response{Kind: c.kind, DType: c.dt, Op: tensor.Sum}
-		if got, err := c.b.Plan(upTo(3), r, 4, c.t); got != c.want || err != nil {
+		if got, err := c.b.Plan(topo.UpTo(3), r, 4, c.t); got != c.want || err != nil {
 			t.Errorf("%v of %v with %+v: got %v, %v, want %v", c.kind, c.dt, c.t, got, err, c.want)
 		}
 	}
@@ -163,7 +164,7 @@ func TestChainOnSlowLinks(t *testing.T) {
 			for r, m := range meshes {
 				meshes[r] = network.Wrap(topo.Rank(r), m)
 			}
-			c := newCluster(meshes, upTo(n), tcp.Config{})
+			c := newCluster(meshes, topo.UpTo(n), tcp.Config{})
 			began := time.Now()
 			c.must(t, func(r int, b *opstest.Blocking) error {
 				return b.Broadcast(t.Context(), alg, 0, make([]byte, numBytes))

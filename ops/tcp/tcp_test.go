@@ -29,7 +29,7 @@ func TestUnusedBackendIsSmall(t *testing.T) {
 
 // An operation uses its own segment size, and the next operation without one uses the default again.
 func TestSegmentOfOperation(t *testing.T) {
-	c := newCluster(strictMeshes(t, 2), upTo(2), tcp.Config{SegmentBytes: 256})
+	c := newCluster(strictMeshes(t, 2), topo.UpTo(2), tcp.Config{SegmentBytes: 256})
 	bufs := [2][4096]byte{}
 	for _, step := range []struct{ segment, longest int }{{64, 64}, {0, 256}, {1024, 1024}} {
 		c.must(t, func(r int, b *opstest.Blocking) error {
@@ -52,7 +52,7 @@ func TestAllocs(t *testing.T) {
 	const n = 5
 	for _, ctx := range []context.Context{context.Background(), t.Context()} {
 		for name, op := range operations {
-			c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
+			c := newCluster(memMeshes(n), topo.UpTo(n), tcp.Config{SegmentBytes: 64})
 			start, done := make([]chan struct{}, n), make(chan error)
 			for r, b := range c.backends {
 				start[r] = make(chan struct{})
@@ -146,7 +146,7 @@ func TestPlan(t *testing.T) {
 				b = same
 			}
 			for _, numBytes := range []int64{0, 1 << 10, 1 << 40} {
-				got, err := b.Plan(upTo(3), &test.r, numBytes, nil)
+				got, err := b.Plan(topo.UpTo(3), &test.r, numBytes, nil)
 				if got != want || (err == nil) != (want != none) {
 					t.Errorf("%v %v of %v, deterministic=%v: got %v, %v, want %v", test.r.Kind, test.r.Op,
 						test.r.WireType(), deterministic, got, err, want)
@@ -154,7 +154,8 @@ func TestPlan(t *testing.T) {
 				if !test.r.Kind.Reduces() || want != message.Direct || test.r.Kind == message.Reduce {
 					continue
 				}
-				if got, err := b.Plan(upTo(2), &test.r, numBytes, nil); got != message.Ring || err != nil {
+				got, err = b.Plan(topo.UpTo(2), &test.r, numBytes, nil)
+				if got != message.Ring || err != nil {
 					t.Errorf("%v %v of %v over two ranks, deterministic=%v: got %v, %v, want ring", test.r.Kind,
 						test.r.Op, test.r.WireType(), deterministic, got, err)
 				}
@@ -254,7 +255,7 @@ func TestRefused(t *testing.T) {
 			// If a call wrongly accepts the arguments, it waits for the other ranks until this timeout.
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
-			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
+			c := newCluster(memMeshes(3), topo.UpTo(3), tcp.Config{})
 			b := c.backends[0]
 			first := call(ctx, b)
 			if first == nil || ctx.Err() != nil {
