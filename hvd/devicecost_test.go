@@ -6,14 +6,12 @@ import (
 	"context"
 	"runtime"
 	"testing"
-	"time"
 	"unsafe"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/hvd/cuda"
 	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -84,24 +82,16 @@ func BenchmarkDeviceAllreduce(b *testing.B) {
 				}
 			}
 			b.ReportAllocs()
-			before := processorTime(b)
+			before := testnet.ProcessorTime(b)
 			for b.Loop() {
 				if err := c.call(); err != nil {
 					b.Fatal(err)
 				}
 			}
-			b.ReportMetric(float64((processorTime(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/op")
+			b.ReportMetric(float64((testnet.ProcessorTime(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/op")
 		})
 	}
 	if err := e.Shutdown(b.Context()); err != nil {
 		b.Error(err)
 	}
-}
-
-func processorTime(b *testing.B) time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

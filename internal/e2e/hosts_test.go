@@ -148,10 +148,7 @@ func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 func (s *spread) run(ctx context.Context, hosts []*testnet.Host, l layout, program string,
 	env func(rank, host, local int) []string, ended func()) {
 	s.t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	self := testnet.Self(s.t)
 	s.ended = make([]time.Time, l.size())
 	for r := range l.size() {
 		h, local := l.place(r)

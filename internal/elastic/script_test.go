@@ -8,11 +8,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/elastic"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -287,14 +287,8 @@ func list(members []elastic.Member) (text string) {
 // answer the new roster at once.
 func TestManyRanks(t *testing.T) {
 	const ranks = 4096
-	seconds := func() int64 {
-		var used syscall.Rusage
-		if err := syscall.Getrusage(syscall.RUSAGE_SELF, &used); err != nil {
-			t.Fatal(err)
-		}
-		return int64(used.Utime.Sec)
-	}
-	begin, now := seconds(), time.Unix(0, 0)
+
+	begin, now := testnet.ProcessorTime(t), time.Unix(0, 0)
 	m := elastic.New(elastic.Config{Start: ranks, Min: 1, Timeout: time.Hour, StartTimeout: time.Hour,
 		Answer: time.Second, ResetLimit: -1}, now)
 	var hosts []elastic.Host
@@ -304,7 +298,7 @@ func TestManyRanks(t *testing.T) {
 	members := m.Discovered(now, hosts).Start
 	all := func(event func(elastic.Member)) {
 		for _, p := range members {
-			if event(p); seconds()-begin > 100 {
+			if event(p); testnet.ProcessorTime(t)-begin > 100*time.Second {
 				t.Fatalf("the events of %d ranks take more than 100 s of processor time", ranks)
 			}
 		}

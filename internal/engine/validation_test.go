@@ -14,10 +14,9 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/simulate"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 	opstcp "github.com/gohvd/gohvd/ops/tcp"
@@ -104,9 +103,9 @@ func TestValidationPart(t *testing.T) {
 		}
 	}
 	run(3)
-	cpu, began := processorTime(t), time.Now()
+	cpu, began := testnet.ProcessorTime(t), time.Now()
 	run(p.Steps)
-	r := partResult{CPU: processorTime(t) - cpu, Time: time.Since(began)}
+	r := partResult{CPU: testnet.ProcessorTime(t) - cpu, Time: time.Since(began)}
 	if after := used(); after > before {
 		r.Bytes = after - before
 	}
@@ -121,14 +120,6 @@ func used() uint64 {
 	runtime.GC()
 	runtime.ReadMemStats(&m)
 	return m.HeapAlloc + m.StackInuse
-}
-
-func processorTime(t *testing.T) time.Duration {
-	var use unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &use); err != nil {
-		t.Fatal(err)
-	}
-	return time.Duration(use.Utime.Nano() + use.Stime.Nano())
 }
 
 // part is the process of a rank.

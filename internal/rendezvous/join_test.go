@@ -13,9 +13,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
@@ -727,7 +725,7 @@ func BenchmarkJoin(b *testing.B) {
 			kv := store.NewHashStore(store.Limits{})
 			defer kv.Close()
 			b.ReportAllocs()
-			began := processorTime(b)
+			began := testnet.ProcessorTime(b)
 			var last uint64
 			for b.Loop() {
 				var wg sync.WaitGroup
@@ -751,15 +749,7 @@ func BenchmarkJoin(b *testing.B) {
 				}
 				last = sessions[0].Epoch
 			}
-			b.ReportMetric(float64((processorTime(b)-began).Milliseconds())/float64(b.N), "cpu-ms/op")
+			b.ReportMetric(float64((testnet.ProcessorTime(b)-began).Milliseconds())/float64(b.N), "cpu-ms/op")
 		})
 	}
-}
-
-func processorTime(b *testing.B) time.Duration {
-	var use unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &use); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(use.Utime.Nano() + use.Stime.Nano())
 }

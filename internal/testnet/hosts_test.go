@@ -119,15 +119,7 @@ type process struct {
 // program starts the program with this name on h. The program is killed when the test ends.
 func program(t *testing.T, h *testnet.Host, name string, args ...string) *process {
 	t.Helper()
-	return begin(t, h.Command(t.Context(), self(t), args...), programVariable+"="+name)
-}
-
-func self(t *testing.T) string {
-	path, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return path
+	return begin(t, h.Command(t.Context(), testnet.Self(t), args...), programVariable+"="+name)
 }
 
 func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
@@ -461,7 +453,7 @@ func TestChild(t *testing.T) {
 // of a process on one of its hosts.
 func child(t *testing.T, end string) (p *process, names string, pid int) {
 	t.Helper()
-	p = begin(t, exec.CommandContext(t.Context(), self(t), "-test.run=^TestChild$"), childVariable+"="+end)
+	p = begin(t, exec.CommandContext(t.Context(), testnet.Self(t), "-test.run=^TestChild$"), childVariable+"="+end)
 	if l := p.line(); !strings.HasPrefix(l, "gohvd-") {
 		t.Fatalf("%s says %q", p.what, l)
 	} else if _, err := fmt.Sscan(l, &names, &pid); err != nil {
@@ -552,7 +544,7 @@ func TestNeed(t *testing.T) {
 		{"no ip", "", "/nonexistent", `"ip": executable file not found`},
 	} {
 		for _, ci := range []string{"", "true"} {
-			args := append(strings.Fields(c.command), self(t), "-test.v", "-test.run=^TestChild$")
+			args := append(strings.Fields(c.command), testnet.Self(t), "-test.v", "-test.run=^TestChild$")
 			cmd := exec.CommandContext(t.Context(), args[0], args[1:]...)
 			cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool {
 				return strings.HasPrefix(v, "CI=")

@@ -99,6 +99,16 @@ func Get(ctx context.Context, url string) (string, error) {
 	return string(text), err
 }
 
+// ProcessorTime returns the user and system time that this process has used so far.
+func ProcessorTime(t testing.TB) time.Duration {
+	t.Helper()
+	var used unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &used); err != nil {
+		t.Fatal(err)
+	}
+	return time.Duration(used.Utime.Nano() + used.Stime.Nano())
+}
+
 // Eventually polls cond until it returns true. It is for changes that other goroutines make without notifying
 // the test. If cond has not returned true after five minutes, Eventually fails the test.
 func Eventually(t *testing.T, what string, cond func() bool) {
