@@ -11,6 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // agentScript creates an agent that does not run the command, but writes its arguments to a file. The result
@@ -210,12 +211,8 @@ func TestDoctorHelp(t *testing.T) {
 	if status != 0 || stderr != "" || !strings.HasPrefix(stdout, doctorLong) {
 		t.Errorf("got exit status %d, %q and %q, want 0 and the description", status, stdout, stderr)
 	}
-	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND",
-		"-p, --ssh-port PORT", "-i, --ssh-identity-file FILE", "--json", "-h, --help"} {
-		if !strings.Contains(stdout, want) {
-			t.Errorf("got %q, want %q in it", stdout, want)
-		}
-	}
+	testnet.WantText(t, stdout, "\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND",
+		"-p, --ssh-port PORT", "-i, --ssh-identity-file FILE", "--json", "-h, --help")
 	if stdout, _, _ := output(t, "--help"); !strings.Contains(stdout, "\n  hvdrun doctor [flags] ") {
 		t.Error("hvdrun --help does not mention the command")
 	}

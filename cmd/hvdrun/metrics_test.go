@@ -271,12 +271,8 @@ func TestScrapesWhileTheJobEnds(t *testing.T) {
 				if err != nil {
 					return
 				}
-				for _, want := range []string{"\nhvd_up{", "\nhvd_job_ranks 3\n", `rank="1"} 0`,
-					`rank="2"} 0`} {
-					if !strings.Contains(text, want) {
-						t.Errorf("%q is missing in %s", want, text)
-					}
-				}
+				testnet.WantText(t, text, "\nhvd_up{", "\nhvd_job_ranks 3\n", `rank="1"} 0`,
+					`rank="2"} 0`)
 			}
 		})
 	}

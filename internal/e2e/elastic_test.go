@@ -172,12 +172,8 @@ func TestElastic(t *testing.T) {
 			if n := strings.Count(j.out(), ">:trained again 10 10 2\n"); n != 2 {
 				t.Errorf("%d ranks have trained again with 10 commits, want 2", n)
 			}
-			for _, want := range []string{"generation 2: 2 ranks: rank " + strconv.Itoa(f.victim) + " (",
-				"generation 3: 3 ranks: new: ", "generation 4: 2 ranks: rank 2 ("} {
-				if !strings.Contains(j.err(), want) {
-					t.Errorf("hvdrun does not say %q", want)
-				}
-			}
+			testnet.WantText(t, j.err(), "generation 2: 2 ranks: rank "+strconv.Itoa(f.victim)+" (",
+				"generation 3: 3 ranks: new: ", "generation 4: 2 ranks: rank 2 (")
 			tellJob(t, j)
 		})
 	}
@@ -228,11 +224,7 @@ func TestElasticNotice(t *testing.T) {
 	if got := strings.Count(j.out(), "restored"); got != restored {
 		t.Errorf("got %d calls of Restore, want %d", got, restored)
 	}
-	for _, text := range []string{"leaves: SIGTERM", "changes of the ranks: 1"} {
-		if !strings.Contains(j.err(), text) {
-			t.Errorf("hvdrun does not say %q", text)
-		}
-	}
+	testnet.WantText(t, j.err(), "leaves: SIGTERM", "changes of the ranks: 1")
 	if strings.Contains(j.err(), "again: killing") {
 		t.Error("the ranks did not end after SIGTERM")
 	}

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // terminal is a terminal of tmux in which a command runs.
@@ -115,17 +117,9 @@ func TestTopOnATerminal(t *testing.T) {
 	small := openTerminal(t, 80, 24, xdg, "")
 	wide := openTerminal(t, 200, 24, xdg, "NO_COLOR=1")
 	text := small.until(`(?m)^3 +\S+ +(waiting|outside|running|queued) `)
-	for _, want := range []string{"4 of 4 ranks", "RANK   HOST         STATE      STEP  HELD WAIT COMM DOING", "q quit"} {
-		if !strings.Contains(text, want) {
-			t.Errorf("80 columns: want %q in\n%s", want, text)
-		}
-	}
+	testnet.WantText(t, text, "4 of 4 ranks", "RANK   HOST         STATE      STEP  HELD WAIT COMM DOING", "q quit")
 	text = wide.until(`(?m)^0 .* [0-9.]+k? +[0-9.]+[kM] `) // operations and bytes in a second
-	for _, want := range []string{"4 of 4 ranks", " OPS/S BYTES/S PENDING FAILED DOING"} {
-		if !strings.Contains(text, want) {
-			t.Errorf("200 columns: want %q in\n%s", want, text)
-		}
-	}
+	testnet.WantText(t, text, "4 of 4 ranks", " OPS/S BYTES/S PENDING FAILED DOING")
 	small.tmux("resize-window", "-x", "120", "-y", "30")
 	small.until(`LATE  HELD WAIT COMM HELD UP   OPS/S BYTES/S`)
 	small.tmux("send-keys", "?")

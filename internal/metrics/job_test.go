@@ -112,12 +112,8 @@ func TestJob(t *testing.T) {
 		`hvd_elastic_stopped_seconds_total{cause="failure"} 1.5`,
 		`hvd_elastic_stopped_seconds_total{cause="plan"} 0.02`,
 	)
-	for _, want := range []string{"go_goroutines{", "process_cpu_seconds_total{", "hvd_job_gather_seconds ",
-		"hvd_job_start_time_seconds ", "hvd_job_build_info{"} {
-		if !strings.Contains(text, want) {
-			t.Errorf("%s is missing", want)
-		}
-	}
+	testnet.WantText(t, text, "go_goroutines{", "process_cpu_seconds_total{", "hvd_job_gather_seconds ",
+		"hvd_job_start_time_seconds ", "hvd_job_build_info{")
 	for _, not := range []string{`rank="4"`, `rank="-1"`, `host="h1"`} {
 		if strings.Contains(text, not) {
 			t.Errorf("%s is there", not)

@@ -174,9 +174,15 @@ func WantError(t *testing.T, err error, parts ...string) {
 		t.Errorf("got no error, want one with %q", parts)
 		return
 	}
+	WantText(t, err.Error(), parts...)
+}
+
+// WantText checks that a text contains all parts.
+func WantText(t testing.TB, text string, parts ...string) {
+	t.Helper()
 	for _, part := range parts {
-		if !strings.Contains(err.Error(), part) {
-			t.Errorf("got error %q, want %q in it", err, part)
+		if !strings.Contains(text, part) {
+			t.Errorf("got %s\nwant %q in it", text, part)
 		}
 	}
 }

@@ -440,12 +440,8 @@ func TestHostileNames(t *testing.T) {
 		}
 		p.text(`document.getElementById("tab-tensors").click() ?? ""`)
 		all := p.text(`document.getElementById("table").textContent`)
-		for _, want := range []string{hostile[0], `\u202egnp.elif\u2066`, `\u001b[31mred`, `a\u0000b`, `a\u000ab\u0009c`,
-			"__proto__"} {
-			if !strings.Contains(all, want) {
-				t.Errorf("the table of tensors lacks %q", want)
-			}
-		}
+		testnet.WantText(t, all, hostile[0], `\u202egnp.elif\u2066`, `\u001b[31mred`, `a\u0000b`, `a\u000ab\u0009c`,
+			"__proto__")
 		if strings.ContainsAny(all, "\u202e\u2066\x1b\x00\n") {
 			t.Error("the table of tensors has a control character")
 		}
