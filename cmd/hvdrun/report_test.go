@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"regexp"
@@ -161,8 +162,26 @@ func pretend(do string) error {
 type watched struct {
 	t     *testing.T
 	lines chan string
-	kill  func(os.Signal) error
+	cmd   *exec.Cmd
 	wait  func() (status int)
+}
+
+// kill sends signals to hvdrun.
+func (w *watched) kill(signals ...os.Signal) {
+	w.t.Helper()
+	for _, s := range signals {
+		if err := w.cmd.Process.Signal(s); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+}
+
+// ends waits until hvdrun ends, and checks its exit status.
+func (w *watched) ends(want int) {
+	w.t.Helper()
+	if status := w.wait(); status != want {
+		w.t.Errorf("got exit status %d, want %d", status, want)
+	}
 }
 
 // watch starts an hvdrun whose ranks run pretend(do).
@@ -181,7 +200,7 @@ func watchCommand(t *testing.T, args ...string) *watched {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	w := &watched{t: t, lines: make(chan string, 10000), kill: cmd.Process.Signal}
+	w := &watched{t: t, lines: make(chan string, 10000), cmd: cmd}
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		defer close(w.lines)
@@ -227,9 +246,7 @@ func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 	w.until("<stdout>:ready", np)
 	for tries := 1; ; tries++ {
 		begun := time.Now()
-		if err := w.kill(unix.SIGQUIT); err != nil {
-			t.Fatal(err)
-		}
+		w.kill(unix.SIGQUIT)
 		report = w.until(rule, 2)
 		if took := time.Since(begun); took < surveyTime {
 			t.Errorf("the report took %v, want at least the time limit for the ranks' answers", took)
@@ -246,9 +263,7 @@ func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 func (w *watched) quitAgain(ranks int) {
 	w.t.Helper()
 	for {
-		if err := w.kill(unix.SIGQUIT); err != nil {
-			w.t.Fatal(err)
-		}
+		w.kill(unix.SIGQUIT)
 		for rules := 0; rules < 2; {
 			line, ok := <-w.lines
 			switch {
@@ -312,9 +327,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	}
 	// A second SIGQUIT within 5 s is forwarded to the ranks.
 	w.quitAgain(4)
-	if status := w.wait(); status != 0 {
-		t.Errorf("got exit status %d, want 0", status)
-	}
+	w.ends(0)
 }
 
 // TestStallPrintsReport checks that hvdrun prints one report about a stall that rank 0 reports twice.
@@ -328,12 +341,8 @@ func TestStallPrintsReport(t *testing.T) {
 	if strings.Contains(report, "are in") {
 		t.Errorf("got %s, want no line about a folder", report)
 	}
-	if err := w.kill(unix.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
-	if status := w.wait(); status != 143 {
-		t.Errorf("got exit status %d, want 143", status)
-	}
+	w.kill(unix.SIGTERM)
+	w.ends(143)
 	for line := range w.lines {
 		if strings.Contains(line, "stall") || line == rule {
 			t.Errorf("got %q after the report", line)
@@ -346,9 +355,7 @@ func TestStallPrintsReport(t *testing.T) {
 func TestFailurePrintsReport(t *testing.T) {
 	w := watch(t, "fail", "-np", "3")
 	text := w.until(rule, 4)
-	if status := w.wait(); status != 137 {
-		t.Errorf("got exit status %d, want 137", status)
-	}
+	w.ends(137)
 	_, report, found := strings.Cut(text,
 		rule+"\nhvdrun: what the ranks did when the job failed, from 2 of 3 ranks\n")
 	if !found || strings.Index(text, "Root cause") > strings.Index(text, "what the ranks did when") {
@@ -383,19 +390,13 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 		stat, err := os.ReadFile("/proc/" + pid + "/stat")
 		return err == nil && bytes.Contains(stat, []byte(") T "))
 	})
-	if err := w.kill(unix.SIGQUIT); err != nil {
-		t.Fatal(err)
-	}
+	w.kill(unix.SIGQUIT)
 	report := w.until(rule, 2)
 	testnet.WantText(t, report,
 		"hvdrun: SIGQUIT: 0 of 2 ranks answered", "Rank 0 did not answer: process "+pid+
 			" is stopped by a signal.\n", "Rank 1 did not answer: exit status 0, at ",
 	)
-	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // the second signal kills the stopped process
-		if err := w.kill(s); err != nil {
-			t.Fatal(err)
-		}
-	}
+	w.kill(unix.SIGTERM, unix.SIGINT) // the second signal kills the stopped process
 	w.wait()
 }
 
@@ -406,9 +407,7 @@ func TestQuitOnSeveralHosts(t *testing.T) {
 	testnet.WantText(t, report, "hvdrun: SIGQUIT: 2 of 4 ranks answered",
 		" on host h2 has not ended.\nRank 3 did not answer: process ")
 	w.quitAgain(4)
-	if status := w.wait(); status != 0 {
-		t.Errorf("got exit status %d, want 0", status)
-	}
+	w.ends(0)
 }
 
 // TestJobEndsWhileRanksAreAsked ends a job while hvdrun asks its ranks. hvdrun must not wait for their
@@ -416,14 +415,8 @@ func TestQuitOnSeveralHosts(t *testing.T) {
 func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w := watch(t, "hang", "-np", "3")
 	w.until("<stdout>:ready", 3)
-	for _, s := range []os.Signal{unix.SIGQUIT, unix.SIGTERM} {
-		if err := w.kill(s); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if status := w.wait(); status != 143 {
-		t.Errorf("got exit status %d, want 143", status)
-	}
+	w.kill(unix.SIGQUIT, unix.SIGTERM)
+	w.ends(143)
 	w.until(rule, 2) // the report has what was known when the job ended
 }
 
