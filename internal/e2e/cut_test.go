@@ -91,9 +91,7 @@ func severedJob(t *testing.T, ranks, perHost int, what string) {
 		}
 		return reports == ranks
 	})
-	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
-		t.Error(err)
-	}
+	j.signal(os.Interrupt)
 	if status := j.wait(); status == 0 {
 		t.Error("hvdrun ended with status 0")
 	}

@@ -237,9 +237,7 @@ func TestElasticExact(t *testing.T) {
 			for i := range kills {
 				now := j.awaitBegun(ranks)
 				time.Sleep(seed * time.Duration(i+1) * time.Millisecond) // a random point of a step
-				if err := unix.Kill(now[(i+int(seed))%ranks].pid, unix.SIGKILL); err != nil {
-					t.Fatal(err)
-				}
+				send(t, now[(i+int(seed))%ranks].pid, unix.SIGKILL)
 			}
 			j.awaitBegun(ranks)
 			if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {

@@ -236,9 +236,7 @@ func benchmarkFault(b *testing.B, signal unix.Signal) {
 		before := j.awaitBegun(ranks)
 		time.Sleep(time.Duration(random.IntN(500)) * time.Millisecond)
 		victim, at := random.IntN(ranks), time.Now()
-		if err := unix.Kill(before[victim].pid, signal); err != nil {
-			b.Fatal(err)
-		}
+		send(b, before[victim].pid, signal)
 		stop := time.Duration(0)
 		for slot, f := range j.awaitBegun(ranks - 1) {
 			if f.pid != before[slot].pid {
@@ -528,9 +526,7 @@ func TestElasticResets(t *testing.T) {
 	now := j.awaitBegun(ranks)
 	var early begun
 	for i := range kills {
-		if err := unix.Kill(now[1+random.IntN(ranks-1)].pid, unix.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
+		send(t, now[1+random.IntN(ranks-1)].pid, unix.SIGKILL)
 		if now = j.awaitBegun(ranks); i == 1 { // at first the process opens files that it keeps
 			early = now[0]
 		}
@@ -569,9 +565,7 @@ func TestElasticSpare(t *testing.T) {
 	for before[victim].pid == 0 || victim == spare {
 		victim = (victim + 1) % (ranks + 1)
 	}
-	if err := unix.Kill(before[victim].pid, unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	send(t, before[victim].pid, unix.SIGKILL)
 	after := j.awaitBegun(ranks)
 	for slot, f := range before {
 		if slot != victim && after[slot].pid != f.pid {
@@ -620,9 +614,7 @@ func TestElasticStoppedSpare(t *testing.T) {
 	stop(t, spare)
 	for _, rank := range before {
 		if rank.pid != 0 {
-			if err := unix.Kill(rank.pid, unix.SIGKILL); err != nil {
-				t.Fatal(err)
-			}
+			send(t, rank.pid, unix.SIGKILL)
 			break
 		}
 	}
@@ -641,9 +633,7 @@ func TestElasticStoppedSpare(t *testing.T) {
 // until one of them has been given a processor to handle the signal.
 func stop(t *testing.T, pid int) {
 	t.Helper()
-	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pid, unix.SIGSTOP)
 	running := func() bool {
 		stats, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
 		if err != nil || len(stats) == 0 {

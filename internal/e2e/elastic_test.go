@@ -150,9 +150,7 @@ func TestElastic(t *testing.T) {
 				return ranks == 3
 			})
 			time.Sleep(after) // a random point of a step
-			if err := unix.Kill(pids[f.victim], f.signal); err != nil {
-				t.Fatal(err)
-			}
+			send(t, pids[f.victim], f.signal)
 			j.ends(0)
 			results := make(map[string]int)
 			begun := 0
@@ -197,9 +195,7 @@ func TestElasticNotice(t *testing.T) {
 	})
 	restored := strings.Count(j.out(), "restored") // the ranks may get the first state from rank 0
 	victim := draws(t).IntN(3)
-	if err := unix.Kill(pids[victim], unix.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pids[victim], unix.SIGTERM)
 	j.until("the rank has left, and the others train", func(l line) bool {
 		if strings.HasSuffix(l.text, " of 2") {
 			ranks++
@@ -213,13 +209,9 @@ func TestElasticNotice(t *testing.T) {
 		return strings.Contains(text, "generation 2: trains after a stop of ")
 	})
 	j.scrapes(`hvd_job_ranks 2`, `hvd_elastic_resets_total 1`, `,rank="0"} 1`, `,rank="1"} 1`)
-	if err := j.cmd.Process.Signal(unix.SIGQUIT); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(unix.SIGQUIT)
 	j.untilError("the report", func(text string) bool { return strings.Contains(text, "SIGQUIT: 2 of 2 ranks answered") })
-	if err := j.cmd.Process.Signal(unix.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(unix.SIGTERM)
 	j.ends(128 + int(unix.SIGTERM))
 	if got := strings.Count(j.out(), "restored"); got != restored {
 		t.Errorf("got %d calls of Restore, want %d", got, restored)

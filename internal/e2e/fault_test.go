@@ -58,13 +58,9 @@ func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, tex
 	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory, staysVariable+"=1")...)
 	pids := j.ready(n)
 	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // waits until a random point of an operation
-	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pids[victim], syscall.SIGSTOP)
 	j.named(victim, n-1, text, time.Now(), limit+grace)
-	if err := j.cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Error(err)
-	}
+	j.signal(syscall.SIGTERM)
 	if status := j.wait(); status == 0 {
 		t.Error("hvdrun ended with status 0")
 	}

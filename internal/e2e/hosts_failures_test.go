@@ -72,9 +72,7 @@ func signalOnHosts(t *testing.T, rng *rand.Rand, signal syscall.Signal, text str
 	s := startOn(t, testnet.NewHosts(t, len(l)), l, program, append([]string{"HVD_LIVENESS_SECONDS=3"}, leaders...)...)
 	pids := s.ready(l.size())
 	<-time.After(after) // waits until a random point of an operation
-	if err := syscall.Kill(pids[victim], signal); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pids[victim], signal)
 	took := s.named(victim, l.size()-1, text, time.Now(), limit)
 	if err := s.ranks[victim].Process.Kill(); signal == syscall.SIGSTOP && err != nil {
 		t.Fatal(err)

@@ -158,9 +158,7 @@ func TestKillOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{2, 2}, false), "--agent", enterHost}, "mixed")
 	pids := j.ready(4)
-	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pids[3], unix.SIGKILL)
 	j.ends(137)
 	testnet.WantText(t, j.err(), "Root cause (found by the surviving ranks)", "  rank 3: killed by SIGKILL",
 		"    host: "+hosts[1].Name+"\n")

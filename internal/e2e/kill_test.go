@@ -132,13 +132,9 @@ func TestFailuresWithLeaders(t *testing.T) {
 				j.killed(pids, f.victim)
 				return
 			}
-			if err := syscall.Kill(pids[f.victim], f.signal); err != nil {
-				t.Fatal(err)
-			}
+			send(t, pids[f.victim], f.signal)
 			j.named(f.victim, size-1, "silent for 8s", time.Now(), liveness+survivorsDeadline)
-			if err := syscall.Kill(pids[f.victim], syscall.SIGKILL); err != nil {
-				t.Fatal(err)
-			}
+			send(t, pids[f.victim], syscall.SIGKILL)
 			j.ended(f.victim)
 		})
 	}
@@ -147,9 +143,7 @@ func TestFailuresWithLeaders(t *testing.T) {
 // killed kills the victim. It checks the errors of the survivors and the report and exit status of hvdrun.
 func (j *job) killed(pids []int, victim int) {
 	j.t.Helper()
-	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
-		j.t.Fatal(err)
-	}
+	send(j.t, pids[victim], syscall.SIGKILL)
 	j.named(victim, len(pids)-1, "", time.Now(), survivorsDeadline)
 	j.ended(victim)
 }
@@ -205,9 +199,7 @@ func TestStoppedProcesses(t *testing.T) {
 			pids := j.ready(3)
 			signal := func(s syscall.Signal) {
 				for _, r := range victims {
-					if err := syscall.Kill(pids[r], s); err != nil {
-						t.Fatal(err)
-					}
+					send(t, pids[r], s)
 				}
 			}
 			signal(syscall.SIGSTOP)
@@ -248,9 +240,7 @@ func BenchmarkIdle(b *testing.B) {
 		<-time.After(period)
 		used := processorTime(b, pids) - before
 		b.ReportMetric(100*used.Seconds()/period.Seconds(), "%cpu")
-		if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
-			b.Fatal(err)
-		}
+		j.signal(os.Interrupt)
 		j.wait()
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -287,6 +288,22 @@ func (j *job) wait() int {
 	default:
 		j.t.Fatalf("hvdrun: %v", err)
 		return -1
+	}
+}
+
+// signal sends a signal to hvdrun.
+func (j *job) signal(s os.Signal) {
+	j.t.Helper()
+	if err := j.cmd.Process.Signal(s); err != nil {
+		j.t.Fatal(err)
+	}
+}
+
+// send sends a signal to a process.
+func send(t testing.TB, pid int, s syscall.Signal) {
+	t.Helper()
+	if err := syscall.Kill(pid, s); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -22,9 +22,7 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 			t.Parallel() // run in parallel, because the test mostly waits
 			j := start(t, 3, "refill", "HVD_LIVENESS_SECONDS=3")
 			victim := j.ready(3)[i]
-			if err := syscall.Kill(victim, syscall.SIGSTOP); err != nil {
-				t.Fatal(err)
-			}
+			send(t, victim, syscall.SIGSTOP)
 			refilled := 0
 			j.until("the others had their buffers back", func(l line) bool {
 				if l.text == "refilled" {
@@ -32,9 +30,7 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 				}
 				return refilled == 2
 			})
-			if err := syscall.Kill(victim, syscall.SIGCONT); err != nil {
-				t.Fatal(err)
-			}
+			send(t, victim, syscall.SIGCONT)
 			j.wait()
 			if n := strings.Count(j.out(), ">:unchanged"); n != 3 || strings.Contains(j.out(), ">:changed") {
 				t.Errorf("%d of 3 ranks found their buffers unchanged:\n%s\n%s", n, j.out(), j.err())

@@ -89,9 +89,7 @@ func TestDeathWithMPI(t *testing.T) {
 		if len(ranks) != 3 {
 			t.Fatalf("got ranks %v, want 3", ranks)
 		}
-		if err := unix.Kill(ranks[1], unix.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
+		send(t, ranks[1], unix.SIGKILL)
 		killed := time.Now()
 		if err := cmd.Wait(); err == nil {
 			t.Error("mpirun has succeeded")
@@ -216,9 +214,7 @@ func signalRank(t *testing.T, program string, rank int, signal unix.Signal) {
 			t.Fatal(err)
 		}
 		if variable.Match(env) {
-			if err := unix.Kill(pid, signal); err != nil {
-				t.Fatal(err)
-			}
+			send(t, pid, signal)
 			return
 		}
 	}

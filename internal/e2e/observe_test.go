@@ -295,9 +295,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	}
 
 	before := len(j.err())
-	if err := j.cmd.Process.Signal(syscall.SIGQUIT); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(syscall.SIGQUIT)
 	j.untilError("report after SIGQUIT", func(text string) bool { return named(text[before:]) })
 	for _, pid := range pids {
 		if err := syscall.Kill(pid, 0); err != nil {
@@ -310,9 +308,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 			t.Errorf("%s: %v, %d bytes, valid: %v", name, err, len(b), json.Valid(b))
 		}
 	}
-	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(os.Interrupt)
 	if status := j.wait(); status != 130 {
 		t.Errorf("exit status %d, want 130", status)
 	}
@@ -384,9 +380,7 @@ func TestEachProcessAnswers(t *testing.T) {
 				fmt.Sprintf("SIGQUIT: %d of %[1]d ", processes)) {
 				t.Errorf("%d processes have not answered:\n%s", processes, report)
 			}
-			if err := j.cmd.Process.Signal(syscall.SIGTERM); err != nil {
-				t.Fatal(err)
-			}
+			j.signal(syscall.SIGTERM)
 			j.ends(128 + int(syscall.SIGTERM))
 		})
 	}

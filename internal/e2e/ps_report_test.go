@@ -107,9 +107,7 @@ func (j *job) quit(processes int) string {
 	j.t.Helper()
 	for tries := 1; ; tries++ {
 		before := len(j.err())
-		if err := j.cmd.Process.Signal(syscall.SIGQUIT); err != nil {
-			j.t.Fatal(err)
-		}
+		j.signal(syscall.SIGQUIT)
 		report := ""
 		j.untilError("report", func(text string) bool {
 			report = text[before:]
@@ -173,9 +171,7 @@ func TestLateNodes(t *testing.T) {
 		t.Errorf("got the file\n%s\nwant the report\n%s\nand the error %v", text, report, err)
 	}
 	length := len(j.err())
-	if err := j.cmd.Process.Signal(syscall.SIGUSR1); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(syscall.SIGUSR1)
 	j.ends(0)
 	end := j.err()[length:]
 	checkReport(t, end, "hvdrun: the nodes of the job, of which 6 of 6 have reported at their end\n",

@@ -133,9 +133,7 @@ func (s *startingJob) await(step string, nodes ...string) {
 func (s *startingJob) hit(node string, sig syscall.Signal) {
 	s.t.Helper()
 	s.t.Logf("%v: %v to %s", time.Since(s.started).Round(time.Millisecond), sig, node)
-	if err := syscall.Kill(s.pids[node], sig); err != nil {
-		s.t.Fatal(err)
-	}
+	send(s.t, s.pids[node], sig)
 	delete(s.steps, node)
 	s.killed[node] = true
 }
@@ -178,9 +176,7 @@ func (s *startingJob) goesOn() {
 		s.steps[worker] = slices.DeleteFunc(s.steps[worker], func(step string) bool { return step == "round" })
 	}
 	s.await("round", "worker 0", "worker 1")
-	if err := s.cmd.Process.Signal(os.Interrupt); err != nil {
-		s.t.Fatal(err)
-	}
+	s.signal(os.Interrupt)
 	if status := s.wait(); status != 128+int(syscall.SIGINT) {
 		s.t.Errorf("hvdrun ended with status %d, want %d:\n%s", status, 128+int(syscall.SIGINT), s.err())
 	}

@@ -227,9 +227,7 @@ func TestNodeMetrics(t *testing.T) {
 		}
 		return true
 	})
-	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(os.Interrupt)
 	j.ends(128 + int(syscall.SIGINT))
 }
 
@@ -260,9 +258,7 @@ func TestKillNode(t *testing.T) {
 				}
 				return len(pids) == 1+servers+workers
 			})
-			if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
-				t.Fatal(err)
-			}
+			send(t, pids[victim], syscall.SIGKILL)
 			began, left, named := time.Now(), servers+workers, false
 			j.until("all other nodes had reported", func(l line) bool {
 				got, ok := strings.CutPrefix(l.text, "error ")
@@ -326,9 +322,7 @@ func restartNodes(t *testing.T, random *rand.Rand) {
 			follow(l)
 			return started == 1+servers+workers+i && rounds["worker 0"] > 3 && rounds["worker 1"] > 3
 		})
-		if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
+		send(t, pids[victim], syscall.SIGKILL)
 	}
 	status := j.wait()
 	t.Logf("took %v", time.Since(began).Round(time.Millisecond))
@@ -420,9 +414,7 @@ func TestNodesOnLostHost(t *testing.T) {
 		})
 	}
 	goOn("all nodes had started", 5)
-	if err := syscall.Kill(pids["server 1"], syscall.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pids["server 1"], syscall.SIGKILL)
 	goOn("server 1 was started again", 6)
 	hosts[1].SetLink(false)
 	j.ends(128 + int(syscall.SIGKILL))

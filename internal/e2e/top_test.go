@@ -177,17 +177,13 @@ func TestTopShowsAStall(t *testing.T) {
 		t.Errorf("the stall is not red: %q", text)
 	}
 	signal := func(s syscall.Signal) {
-		if err := syscall.Kill(pids[3], s); err != nil {
-			t.Fatal(err)
-		}
+		send(t, pids[3], s)
 	}
 	signal(unix.SIGSTOP)
 	m.until(`Rank 3 did not answer: process ` + strconv.Itoa(pids[3]) + ` is stopped by a signal`)
 	signal(unix.SIGCONT)
 	m.until(`4 of 4 ranks`)
-	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(os.Interrupt)
 	m.until(`The job has ended with exit status 130 after .*: a signal has ended it: interrupt`)
 	j.wait()
 }
@@ -251,13 +247,9 @@ func TestTopWithoutATerminal(t *testing.T) {
 		t.Errorf("got %+v", state)
 	}
 
-	if err := j.cmd.Process.Signal(unix.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(unix.SIGSTOP)
 	until(plain, `hvdrun \(process \d+\) has not answered for \d+ s\. It may have been stopped\.`)
-	if err := j.cmd.Process.Signal(unix.SIGCONT); err != nil {
-		t.Fatal(err)
-	}
+	j.signal(unix.SIGCONT)
 	until(plain, `^\S+ 4 of 4 ranks.*\(p99\)\.\n$`) // without a note at the end
 	end()
 	until(plain, `The job has ended after .*: all ranks ended with status 0\.`)

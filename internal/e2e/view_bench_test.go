@@ -202,9 +202,7 @@ func measureView(b *testing.B, ranks int, start func(flags []string, env ...stri
 				len(seen), len(happened), j.err())
 		}
 	}
-	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
-		b.Fatal(err)
-	}
+	j.signal(os.Interrupt)
 	j.wait()
 	b.ReportMetric(0, "ns/op")
 	delays := make(map[string][]time.Duration)

@@ -180,18 +180,12 @@ func TestViewOfAStall(t *testing.T) {
 		what string
 	}{{pids[1], "is stopped by a signal"}, {j.cmd.Process.Pid, "has not answered for"}} {
 		says := func(s *view.State) bool { return strings.Contains(fmt.Sprint(s.Rows, s.Problems), c.what) }
-		if err := unix.Kill(c.pid, unix.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
+		send(t, c.pid, unix.SIGSTOP)
 		p.until("a stopped process", says)
-		if err := unix.Kill(c.pid, unix.SIGCONT); err != nil {
-			t.Fatal(err)
-		}
+		send(t, c.pid, unix.SIGCONT)
 		p.until("that it goes on", func(s *view.State) bool { return !says(s) })
 	}
-	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	send(t, pids[3], unix.SIGKILL)
 	s = p.until("the end", func(s *view.State) bool { return s.Ended })
 	if !strings.Contains(s.Verdict, "exit status 137") || !s.Alarm ||
 		!strings.HasPrefix(s.Report, "hvdrun: what the ranks did when the job failed, from ") ||
