@@ -431,8 +431,8 @@ func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period 
 	return r
 }
 
-// connected returns the reporter of a job with two ranks, and a client of its store, as the ranks have it. All
-// are closed when the test has ended.
+// connected returns the reporter of a job with two ranks, and a client of its store, as the ranks have it. It
+// closes all of them when the test has ended.
 func connected(t *testing.T) (*reporter, *store.Client) {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})

@@ -138,17 +138,7 @@ func TestElastic(t *testing.T) {
 			t.Parallel()
 			j := startHvdrun(t, nil, []string{"-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "1,1"}, "elastic",
 				"HOROVOD_CPU_OPERATIONS="+f.memory, "HVD_LIVENESS_SECONDS=3")
-			pids := make(map[int]int) // of the first processes, by their slots
-			ranks := 0
-			j.until("all ranks trained", func(l line) bool {
-				if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-					pids[l.rank], _ = strconv.Atoi(text)
-				}
-				if strings.HasPrefix(l.text, "rank ") {
-					ranks++
-				}
-				return ranks == 3
-			})
+			pids := j.awaitTraining(3)
 			time.Sleep(after) // a random point of a step
 			send(t, pids[f.victim], f.signal)
 			j.ends(0)
@@ -182,26 +172,17 @@ func TestElastic(t *testing.T) {
 func TestElasticNotice(t *testing.T) {
 	t.Parallel()
 	j := startHvdrun(t, nil, []string{"-np", "3", "--min-np", "2", "--metrics-addr", "127.0.0.1:0"}, "elastic")
-	var pids [3]int
-	ranks, removed := 0, false
-	j.until("all ranks trained", func(l line) bool {
-		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-			pids[l.rank], _ = strconv.Atoi(text)
-		}
-		if strings.HasPrefix(l.text, "rank ") {
-			ranks++
-		}
-		return ranks == 3
-	})
+	pids := j.awaitTraining(3)
 	restored := strings.Count(j.out(), "restored") // the ranks may get the first state from rank 0
 	victim := draws(t).IntN(3)
 	send(t, pids[victim], unix.SIGTERM)
+	others, removed := 0, false
 	j.until("the rank has left, and the others train", func(l line) bool {
 		if strings.HasSuffix(l.text, " of 2") {
-			ranks++
+			others++
 		}
 		removed = removed || l.text == "removed"
-		return ranks == 5 && removed
+		return others == 2 && removed
 	})
 	want := fmt.Sprintf("generation 2: 2 ranks: rank %d (", victim)
 	j.untilError(want, func(text string) bool { return strings.Contains(text, want) })
@@ -223,12 +204,27 @@ func TestElasticNotice(t *testing.T) {
 	tellJob(t, j)
 }
 
+// awaitTraining waits until each of the given number of ranks of an elastic job trains. It returns the IDs of
+// their processes.
+func (j *job) awaitTraining(ranks int) map[int]int {
+	j.t.Helper()
+	pids, train := make(map[int]int), 0
+	j.until("all ranks trained", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			pids[l.rank], _ = strconv.Atoi(text)
+		}
+		if strings.HasPrefix(l.text, "rank ") {
+			train++
+		}
+		return train == ranks
+	})
+	return pids
+}
+
 // scrapes gets the metrics that hvdrun serves, and fails the test if they do not have all the texts.
 func (j *job) scrapes(texts ...string) {
 	j.t.Helper()
-	_, rest, _ := strings.Cut(j.err(), "hvdrun: metrics at ")
-	address, _, _ := strings.Cut(rest, "\n")
-	body := get(j.t, address)
+	body := get(j.t, j.metricsURL())
 	for _, text := range texts {
 		if !strings.Contains(body, text+"\n") {
 			j.t.Errorf("got metrics without %s", text)
@@ -288,13 +284,7 @@ func TestElasticIsland(t *testing.T) {
 	hosts := testnet.NewHosts(t, 3)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts[1:], layout{3, 3}, false), "--min-np", "3",
 		"--blacklist-cooldown-range", "1,1", "--agent", enterHost}, "elastic", "HVD_LIVENESS_SECONDS=3")
-	ranks := 0
-	j.until("all ranks trained", func(l line) bool {
-		if strings.HasPrefix(l.text, "rank ") {
-			ranks++
-		}
-		return ranks == 6
-	})
+	j.awaitLines(6, "rank ")
 	var island []int // the process IDs there
 	for text := range strings.Lines(j.out()) {
 		label, text, ok := strings.Cut(text, "<stdout>:pid ")

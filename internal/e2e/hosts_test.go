@@ -283,13 +283,7 @@ func TestLinkComesBack(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
 	s := startOn(t, hosts, layout{2, 2}, "checked", secondsVariable+"=3")
-	placed := 0
-	s.until("all ranks had met", func(l line) bool {
-		if strings.HasPrefix(l.text, "place ") {
-			placed++
-		}
-		return placed == 4
-	})
+	s.awaitLines(4, "place ")
 	for range 2 {
 		hosts[1].SetLink(false)
 		<-time.After(time.Second)

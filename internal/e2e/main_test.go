@@ -222,6 +222,17 @@ func (j *job) until(what string, enough func(l line) bool) {
 	}
 }
 
+// awaitLines waits until n lines have come that begin with a text.
+func (j *job) awaitLines(n int, text string) {
+	j.t.Helper()
+	j.until(fmt.Sprintf("%d lines with %q", n, text), func(l line) bool {
+		if strings.HasPrefix(l.text, text) {
+			n--
+		}
+		return n == 0
+	})
+}
+
 // untilError waits until the function enough returns true for the standard error output so far. The test
 // fails when jobLimit has passed. what describes the awaited event in the failure message.
 func (j *job) untilError(what string, enough func(text string) bool) {
@@ -234,6 +245,18 @@ func (j *job) untilError(what string, enough func(text string) bool) {
 			j.t.Fatalf("no %s after %v; standard error:\n%s", what, jobLimit, j.err())
 		}
 	}
+}
+
+// metricsURL waits until hvdrun says where it serves the metrics, and returns the address.
+func (j *job) metricsURL() (url string) {
+	j.t.Helper()
+	j.untilError("address of the metrics", func(text string) bool {
+		if at := regexp.MustCompile(`metrics at (http://\S+)\n`).FindStringSubmatch(text); at != nil {
+			url = at[1]
+		}
+		return url != ""
+	})
+	return url
 }
 
 // ready waits until each of the given number of ranks has printed its process ID and that it is ready. It

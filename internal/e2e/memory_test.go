@@ -23,13 +23,7 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 			j := start(t, 3, "refill", "HVD_LIVENESS_SECONDS=3")
 			victim := j.ready(3)[i]
 			send(t, victim, syscall.SIGSTOP)
-			refilled := 0
-			j.until("the others had their buffers back", func(l line) bool {
-				if l.text == "refilled" {
-					refilled++
-				}
-				return refilled == 2
-			})
+			j.awaitLines(2, "refilled")
 			send(t, victim, syscall.SIGCONT)
 			j.wait()
 			if n := strings.Count(j.out(), ">:unchanged"); n != 3 || strings.Contains(j.out(), ">:changed") {

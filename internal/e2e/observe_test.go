@@ -348,23 +348,13 @@ func TestEachProcessAnswers(t *testing.T) {
 			if slices.Contains(k.victims, "server 0") {
 				processes = 1 + servers + workers
 			}
-			ready := 0
-			j.until("all processes were ready", func(l line) bool {
-				if l.text == "ready" {
-					ready++
-				}
-				return ready == processes
-			})
-			var url []string
-			j.untilError("address of the metrics", func(text string) bool {
-				url = regexp.MustCompile(`metrics at (http://\S+)\n`).FindStringSubmatch(text)
-				return url != nil
-			})
+			j.awaitLines(processes, "ready")
+			url := j.metricsURL()
 			metrics := func() (text string) {
 				if !k.hosts {
-					return get(t, url[1])
+					return get(t, url)
 				}
-				cmd := hosts[0].Command(t.Context(), self, url[1])
+				cmd := hosts[0].Command(t.Context(), self, url)
 				cmd.Env = append(os.Environ(), programVariable+"=get")
 				out, err := cmd.Output()
 				if err != nil {

@@ -145,20 +145,8 @@ func TestLateNodes(t *testing.T) {
 			t.Logf("hvdrun has written:\n%s", j.err())
 		}
 	})
-	url := ""
-	j.untilError("address of the metrics", func(text string) bool {
-		if at := regexp.MustCompile(`metrics at (http://\S+)`).FindStringSubmatch(text); at != nil {
-			url = at[1]
-		}
-		return url != ""
-	})
-	served := 0
-	j.until("both servers have got the pushes of worker 1", func(l line) bool {
-		if l.text == "served worker 1" {
-			served++
-		}
-		return served == 2
-	})
+	url := j.metricsURL()
+	j.awaitLines(2, "served worker 1")
 	// The barrier in which nodes start is over. A report shows a wait only if it has lasted 100 ms.
 	before := heldUp(t, url, "worker 1")
 	testnet.Eventually(t, "the others wait only for worker 1", func() bool { return heldUp(t, url, "worker 1") > before+0.1 })

@@ -203,19 +203,10 @@ func TestNodes(t *testing.T) {
 func TestNodeMetrics(t *testing.T) {
 	j := startHvdrun(t, nil, []string{"--metrics-addr", ":0", "--servers", strconv.Itoa(servers), "--workers",
 		strconv.Itoa(workers)}, "node")
-	started := 0
-	j.until("all nodes had started", func(l line) bool {
-		if strings.HasPrefix(l.text, "pid ") {
-			started++
-		}
-		return started == 1+servers+workers
-	})
-	at := regexp.MustCompile(`metrics at (http://\S+)`).FindStringSubmatch(j.err())
-	if at == nil {
-		t.Fatalf("hvdrun does not say where metrics are:\n%s", j.err())
-	}
+	j.awaitLines(1+servers+workers, "pid ")
+	url := j.metricsURL()
 	testnet.Eventually(t, "all nodes show their metrics", func() bool {
-		text := get(t, at[1])
+		text := get(t, url)
 		for rank, name := range []string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"} {
 			line := fmt.Sprintf(`hvd_ps_node_info{host="[^"]+",node="%s",rank="%d"} 1\n`, name, rank)
 			if strings.HasPrefix(name, "worker") {
@@ -281,13 +272,45 @@ func TestKillNode(t *testing.T) {
 			j.ends(128 + int(syscall.SIGKILL))
 			testnet.WantText(t, j.err(), "Root cause (found by the surviving nodes): "+victim+" is gone",
 				"\n  "+victim+": killed by SIGKILL, which hvdrun did not send")
-			for name, pid := range pids {
-				if err := syscall.Kill(pid, 0); err == nil {
-					t.Errorf("process %d of %s is alive", pid, name)
-				}
-			}
+			wantGone(t, pids)
 		})
 	}
+}
+
+// wantGone checks that processes have ended.
+func wantGone(t *testing.T, pids map[string]int) {
+	t.Helper()
+	for name, pid := range pids {
+		if err := syscall.Kill(pid, 0); err == nil {
+			t.Errorf("process %d of %s is alive", pid, name)
+		}
+	}
+}
+
+// nodes follows the nodes of a job with the program "returning".
+type nodes struct {
+	job     *job
+	pids    map[string]int // of the newest processes
+	started int            // how many processes have started
+}
+
+func newNodes(j *job) *nodes { return &nodes{job: j, pids: make(map[string]int)} }
+
+// goOn waits until the given number of processes have started and each worker has then made more than the
+// given number of rounds.
+func (n *nodes) goOn(started, more int) {
+	n.job.t.Helper()
+	rounds := make(map[string]int)
+	n.job.until(fmt.Sprintf("rounds of all workers, after the start of process %d", started), func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			n.pids[l.node], _ = strconv.Atoi(text)
+			n.started++
+		}
+		if strings.HasPrefix(l.text, "round ") {
+			rounds[l.node]++
+		}
+		return n.started == started && rounds["worker 0"] > more && rounds["worker 1"] > more
+	})
 }
 
 // Each server and worker is killed twice, in a random order, and hvdrun starts it again. The others go on
@@ -303,26 +326,13 @@ func restartNodes(t *testing.T, random *rand.Rand) {
 	began := time.Now()
 	j := startHvdrun(t, nil, []string{"--servers", strconv.Itoa(servers), "--workers", strconv.Itoa(workers),
 		"--restarts", "2"}, "returning")
-	pids, rounds, started := make(map[string]int), make(map[string]int), 0
-	follow := func(l line) {
-		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-			pids[l.node], _ = strconv.Atoi(text)
-			started++
-		}
-		if strings.HasPrefix(l.text, "round ") {
-			rounds[l.node]++
-		}
-	}
+	n := newNodes(j)
 	victims := []string{"server 0", "server 1", "worker 0", "worker 1"}
 	victims = append(victims, victims...)
 	random.Shuffle(len(victims), func(i, k int) { victims[i], victims[k] = victims[k], victims[i] })
 	for i, victim := range append(victims, "scheduler") {
-		clear(rounds)
-		j.until(fmt.Sprintf("all nodes went on after %d deaths", i), func(l line) bool {
-			follow(l)
-			return started == 1+servers+workers+i && rounds["worker 0"] > 3 && rounds["worker 1"] > 3
-		})
-		send(t, pids[victim], syscall.SIGKILL)
+		n.goOn(1+servers+workers+i, 3)
+		send(t, n.pids[victim], syscall.SIGKILL)
 	}
 	status := j.wait()
 	t.Logf("took %v", time.Since(began).Round(time.Millisecond))
@@ -349,11 +359,7 @@ func restartNodes(t *testing.T, random *rand.Rand) {
 	if strings.Contains(j.out(), "wrong") {
 		t.Error("a worker has got wrong values")
 	}
-	for name, pid := range pids {
-		if err := syscall.Kill(pid, 0); err == nil {
-			t.Errorf("process %d of %s is alive", pid, name)
-		}
-	}
+	wantGone(t, n.pids)
 	tellJob(t, j)
 }
 
@@ -399,23 +405,10 @@ func TestNodesOnLostHost(t *testing.T) {
 	m := mark(t)
 	j := startHvdrun(t, command, append(flags, "--servers", "2", "--workers", "2", "--restarts", "9", "-H",
 		list(hosts, layout{2, 2}, true)), "returning", "HVD_LIVENESS_SECONDS=3", m)
-	pids, rounds, started := make(map[string]int), make(map[string]int), 0
-	goOn := func(what string, nodes int) {
-		clear(rounds)
-		j.until(what, func(l line) bool {
-			if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-				pids[l.node], _ = strconv.Atoi(text)
-				started++
-			}
-			if strings.HasPrefix(l.text, "round ") {
-				rounds[l.node]++
-			}
-			return started == nodes && rounds["worker 0"] > 0 && rounds["worker 1"] > 0
-		})
-	}
-	goOn("all nodes had started", 5)
-	send(t, pids["server 1"], syscall.SIGKILL)
-	goOn("server 1 was started again", 6)
+	n := newNodes(j)
+	n.goOn(5, 0)
+	send(t, n.pids["server 1"], syscall.SIGKILL)
+	n.goOn(6, 0)
 	hosts[1].SetLink(false)
 	j.ends(128 + int(syscall.SIGKILL))
 	testnet.WantText(t, j.err(), "lost host "+hosts[1].Addr.String()+": received nothing from the other end for 3s",

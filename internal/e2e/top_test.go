@@ -94,13 +94,7 @@ func stepsJob(t *testing.T, env ...string) (j *job, xdg string, end func()) {
 	xdg = t.TempDir()
 	file := filepath.Join(t.TempDir(), "end")
 	j = start(t, 4, "steps", append(env, "XDG_RUNTIME_DIR="+xdg, "E2E_END="+file)...)
-	ready := 0
-	j.until("all ranks were ready", func(l line) bool {
-		if l.text == "ready" {
-			ready++
-		}
-		return ready == 4
-	})
+	j.awaitLines(4, "ready")
 	return j, xdg, func() {
 		if err := os.WriteFile(file, nil, 0o600); err != nil {
 			t.Fatal(err)

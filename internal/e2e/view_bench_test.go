@@ -142,13 +142,7 @@ func measureView(b *testing.B, ranks int, start func(flags []string, env ...stri
 	folder := b.TempDir()
 	j := start([]string{"-np", strconv.Itoa(ranks), "--view", "--stall-check-warning-time-seconds", "2",
 		"--start-timeout", "120"}, folderVariable+"="+folder)
-	var p *livePage
-	j.untilError("the address of the page", func(text string) bool {
-		if strings.Contains(text, "open http://127.0.0.1:") {
-			p = openPage(b, text)
-		}
-		return p != nil
-	})
+	p := j.page()
 	states := p.newest()
 	stall := regexp.MustCompile(fmt.Sprintf(`^STALLED: Rank %d has not called allreduce "(late/(\d+))", `, ranks-2))
 	happened, seen := make(map[string]time.Time), make(map[string]time.Time)

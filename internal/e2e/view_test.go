@@ -27,6 +27,18 @@ type livePage struct {
 	lines *bufio.Reader
 }
 
+// page waits until hvdrun says where the page of the job is, and opens it.
+func (j *job) page() (p *livePage) {
+	j.t.Helper()
+	j.untilError("the address of the page", func(text string) bool {
+		if strings.Contains(text, "open http://127.0.0.1:") {
+			p = openPage(j.t, text)
+		}
+		return p != nil
+	})
+	return p
+}
+
 // openPage opens the page with the address in a line of hvdrun, and begins to follow the job.
 func openPage(t testing.TB, line string) *livePage {
 	t.Helper()
@@ -108,13 +120,7 @@ func TestViewOfARunningJob(t *testing.T) {
 	t.Parallel()
 	file := t.TempDir() + "/end"
 	j := startHvdrun(t, nil, []string{"-np", "4", "--view"}, "steps", "E2E_END="+file)
-	var p *livePage
-	j.untilError("the address of the page", func(text string) bool {
-		if strings.Contains(text, "open http://127.0.0.1:") {
-			p = openPage(t, text)
-		}
-		return p != nil
-	})
+	p := j.page()
 	seen := int64(0)
 	p.until("operations of four ranks, and more of them later", func(s *view.State) bool {
 		r := p.report(s)
