@@ -2,14 +2,12 @@ package config_test
 
 import (
 	"errors"
-	"net"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // TestJobSecret checks that the secret comes from HVD_SECRET, or else from the file that HVD_SECRET_FILE
@@ -53,24 +51,7 @@ func TestJobSecret(t *testing.T) {
 	}
 	a, errA := (&config.Config{Secret: same}).JobSecret()
 	b, errB := (&config.Config{SecretFile: file}).JobSecret()
-	if err := errors.Join(errA, errB); err != nil || proves(a, b) != nil {
+	if err := errors.Join(errA, errB); err != nil || !a.Equal(b) {
 		t.Errorf("the same text as a value and in a file gave different secrets: %v", err)
 	}
-}
-
-// proves runs a handshake in which one side has the secret a and the other side has b. It returns the error
-// of the handshake, which is nil if the secrets are equal.
-func proves(a, b secret.Secret) error {
-	x, y := net.Pipe()
-	defer x.Close()
-	defer y.Close()
-	done := make(chan error, 1)
-	go func() {
-		_, err := b.Accept(y, "test")
-		done <- err
-	}()
-	if _, err := a.Dial(x, "test"); err != nil {
-		return err
-	}
-	return <-done
 }
