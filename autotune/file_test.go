@@ -2,10 +2,11 @@ package autotune
 
 import (
 	"errors"
-	"os"
 	"strings"
 	"testing"
 	"testing/iotest"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // Load reads what Save has written.
@@ -17,10 +18,7 @@ func TestSaveAndLoad(t *testing.T) {
 	if err := Save(&b, p, 12.5); err != nil {
 		t.Fatal(err)
 	}
-	want, err := os.ReadFile("testdata/settings.json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	want := testnet.ReadFile(t, "testdata/settings.json")
 	if b.String() != string(want) {
 		t.Errorf("got\n%s\nwant\n%s", b.String(), want)
 	}
@@ -78,10 +76,7 @@ func TestLoadErrors(t *testing.T) {
 
 // Load does not panic. If it accepts a file, Save writes its settings and Load reads them again.
 func FuzzLoad(f *testing.F) {
-	text, err := os.ReadFile("testdata/settings.json")
-	if err != nil {
-		f.Fatal(err)
-	}
+	text := testnet.ReadFile(f, "testdata/settings.json")
 	f.Add(string(text))
 	f.Add(`{"version": 1, "settings": {"algorithm": "ring"}}`)
 	f.Fuzz(func(t *testing.T, text string) {

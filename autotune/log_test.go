@@ -2,9 +2,10 @@ package autotune
 
 import (
 	"errors"
-	"os"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 func logSpace() Space {
@@ -27,10 +28,7 @@ func TestWriteLog(t *testing.T) {
 	if err := tn.WriteLog(&b); err != nil {
 		t.Fatal(err)
 	}
-	want, err := os.ReadFile("testdata/log.csv")
-	if err != nil {
-		t.Fatal(err)
-	}
+	want := testnet.ReadFile(t, "testdata/log.csv")
 	if b.String() != string(want) {
 		t.Errorf("got\n%s\nwant\n%s", b.String(), want)
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -28,10 +29,7 @@ func TestScripts(t *testing.T) {
 	}
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txt"), func(t *testing.T) {
-			text, err := os.ReadFile(file)
-			if err != nil {
-				t.Fatal(err)
-			}
+			text := testnet.ReadFile(t, file)
 			got := play(t, file, string(text))
 			if *rewrite {
 				if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
@@ -59,10 +57,7 @@ func TestScripts(t *testing.T) {
 // TestLateVoteIsAsSpecified checks that testdata/late_vote.txt contains the frames of the example in
 // docs/negotiation.md. Without this test, a run with -rewrite could change these frames unnoticed.
 func TestLateVoteIsAsSpecified(t *testing.T) {
-	text, err := os.ReadFile("testdata/late_vote.txt")
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, "testdata/late_vote.txt")
 	rest := string(text)
 	for _, want := range []string{
 		"\nsubmit rank=0,1,2 allreduce g1 float32[4]\n",

@@ -131,10 +131,7 @@ func TestTimelineShowsWaits(t *testing.T) {
 		}
 	})
 	for _, name := range []string{"t.json", "t.rank1.json"} {
-		text, err := os.ReadFile(filepath.Join(dir, name))
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, filepath.Join(dir, name))
 		s, err := timelinetest.Read(bytes.NewReader(text))
 		if err != nil {
 			t.Fatal(err)
@@ -178,10 +175,7 @@ func TestTimelineDescribesJob(t *testing.T) {
 		_, err = h.Wait(ctx)
 		must(err)
 	}, "HOROVOD_CACHE_CAPACITY", "77")
-	text, err := os.ReadFile(filepath.Join(dir, "t.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(dir, "t.json"))
 	s, err := timelinetest.Read(bytes.NewReader(text))
 	if err != nil {
 		t.Fatal(err)

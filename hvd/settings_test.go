@@ -3,7 +3,6 @@ package hvd_test
 import (
 	"context"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -96,9 +95,7 @@ func TestForcedAlgorithmCannotServe(t *testing.T) {
 func otherValue(t *testing.T, s config.Setting, given string) string {
 	if s.Scope == config.PathPerJob {
 		path := filepath.Join(t.TempDir(), "other")
-		if err := os.WriteFile(path, []byte("params: {}"), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, path, "params: {}")
 		return path
 	}
 	if s.Name == "HVD_ALGORITHM" {

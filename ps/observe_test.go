@@ -119,10 +119,7 @@ func TestDump(t *testing.T) {
 			<-asked
 		}
 	})
-	text, err := os.ReadFile(filepath.Join(dir, "rank2.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(dir, "rank2.json"))
 	var d analysis.Snapshot
 	if err := json.Unmarshal(text, &d); err != nil {
 		t.Fatal(err)

@@ -485,10 +485,7 @@ func TestVerboseWithoutLog(t *testing.T) {
 		os.Stderr = file
 		job{t: t, servers: 1, workers: 1, logless: true, settings: map[string]string{"PS_VERBOSE": level}}.run(
 			func(*Node) {})
-		text, err := os.ReadFile(file.Name())
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, file.Name())
 		if got := strings.Contains(string(text), "ps: connected"); got != want {
 			t.Errorf("PS_VERBOSE=%s: a line about a connection: %v, want %v:\n%s", level, got, want, text)
 		}

@@ -68,9 +68,7 @@ func TestFileStoreLeavesOthers(t *testing.T) {
 	for _, content := range []string{"precious\n", "\x03\x00\x00\x00abc\x01\x00\x00\x00x",
 		"\x02\x00\x00\x00/a\x00\x00\x00\x00\x01\x00\x00\x00b\x00\x00\x00\x00"} {
 		path := filepath.Join(t.TempDir(), "file")
-		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, path, content)
 		_, err := store.NewFileStore(testnet.Context(t), path, 1)
 		testnet.WantError(t, err, path, "the file is not a store: malformed record at byte")
 		if got, err := os.ReadFile(path); err != nil || string(got) != content {

@@ -17,9 +17,7 @@ import (
 // results are right, and the rows say how the operations have run.
 func TestSeveralHosts(t *testing.T) {
 	workload := filepath.Join(t.TempDir(), "tensors")
-	if err := os.WriteFile(workload, []byte("a 100\nb 1000\nc 100000\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, workload, "a 100\nb 1000\nc 100000\n")
 	sizes := []string{"-b", "3000", "-e", "300000", "-f", "100"}
 	for _, c := range []struct {
 		name string
@@ -62,9 +60,7 @@ func runOn(t *testing.T, hosts []*testnet.Host, places []int, env, args []string
 	t.Helper()
 	self := testnet.Self(t)
 	secret := filepath.Join(t.TempDir(), "secret")
-	if err := os.WriteFile(secret, []byte(strings.Repeat("5e", 32)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, secret, strings.Repeat("5e", 32))
 	ctx := testnet.Context(t)
 	var cmds []*exec.Cmd
 	outs, errs := make([]bytes.Buffer, len(places)), make([]bytes.Buffer, len(places))

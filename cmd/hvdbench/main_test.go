@@ -310,9 +310,7 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	rows = regexp.MustCompile("(?m)^# cores,.*").ReplaceAllString(rows, "# cores,near,0.1,2")
 	for name, text := range map[string]string{"ours": rows, "ompi": strings.ReplaceAll(rows, "ours",
 		"ompi")} {
-		if err := os.WriteFile(filepath.Join(dir, name+"-np2-round1.csv"), []byte(text), 0o666); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, filepath.Join(dir, name+"-np2-round1.csv"), text)
 	}
 	if _, err := script(t, nil, "report.py", dir, "-o", filepath.Join(dir, "page.md")); err != nil {
 		t.Fatal(err)

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 func TestEveryCollectiveOnEveryPath(t *testing.T) {
@@ -88,9 +88,7 @@ func TestSizesAreThoseOfTheTensor(t *testing.T) {
 
 func TestWorkloadsOnEveryPath(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "tiny.txt")
-	if err := os.WriteFile(file, []byte("a 1000 10x100\nb 1 1\nc 77\n"), 0o666); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "a 1000 10x100\nb 1 1\nc 77\n")
 	for _, raw := range []bool{false, true} {
 		wantSteps := []string{"tiny_pertensor", "tiny_async", "tiny_grouped", "tiny_bucket25"}
 		if raw {

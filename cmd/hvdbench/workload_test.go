@@ -1,13 +1,13 @@
 package main
 
 import (
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 func TestBuiltInWorkloads(t *testing.T) {
@@ -30,9 +30,7 @@ func TestBuiltInWorkloads(t *testing.T) {
 
 func TestWorkloadFiles(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "mine.txt")
-	if err := os.WriteFile(file, []byte("# a model\na 6 2x3\n\nb 4\n"), 0o666); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "# a model\na 6 2x3\n\nb 4\n")
 	w, err := openWorkload(file)
 	if err != nil || w.name != "mine" || !slices.Equal(w.gradients, []gradient{{"b", 4}, {"a", 6}}) {
 		t.Errorf("got %+v and error %v, want b before a", w, err)

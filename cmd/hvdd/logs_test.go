@@ -34,10 +34,7 @@ func TestLog(t *testing.T) {
 		}
 		at(t, path).Write([]byte("GET / HTTP/1.1\r\n\r\n"))
 		testnet.Eventually(t, want, func() bool {
-			text, err := os.ReadFile(log.Name())
-			if err != nil {
-				t.Fatal(err)
-			}
+			text := testnet.ReadFile(t, log.Name())
 			return strings.HasPrefix(string(text), want)
 		})
 		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {

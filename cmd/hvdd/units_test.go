@@ -26,17 +26,12 @@ func TestUnits(t *testing.T) {
 	dir := t.TempDir()
 	args, texts := []string{"verify", "--man=no"}, make(map[string]string)
 	for _, name := range []string{"hvdd.service", "hvdd.socket"} {
-		text, err := os.ReadFile(filepath.Join("..", "..", "deploy", "systemd", name))
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, filepath.Join("..", "..", "deploy", "systemd", name))
 		texts[name] = string(text)
 		file := filepath.Join(dir, name)
 		// systemd-analyze reports a program that does not exist.
 		unit := strings.ReplaceAll(texts[name], installed, self)
-		if err := os.WriteFile(file, []byte(unit), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, file, unit)
 		args = append(args, file)
 	}
 	if out, err := exec.CommandContext(t.Context(), analyze, args...).CombinedOutput(); err != nil ||

@@ -23,9 +23,7 @@ func agentScript(t *testing.T) (agent, notes string) {
 	agent, notes = filepath.Join(dir, "agent"), filepath.Join(dir, "notes")
 	text := "#!/bin/sh\necho \"$*\" >>'" + notes +
 		"'\nif [ \"$2\" = bad ]; then echo 'bad: Permission denied' >&2; exit 255; fi\n"
-	if err := os.WriteFile(agent, []byte(text), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, agent, text)
 	return agent, notes
 }
 
@@ -80,10 +78,7 @@ func TestDoctor(t *testing.T) {
 	if text := fmt.Sprint(lines); strings.Contains(text, "hush") || lines["HVD_SECRET"].Text == "" {
 		t.Errorf("got %s, want that a secret is set, without its text", text)
 	}
-	asked, err := os.ReadFile(notes)
-	if err != nil {
-		t.Fatal(err)
-	}
+	asked := testnet.ReadFile(t, notes)
 	got := strings.Split(strings.TrimSpace(string(asked)), "\n")
 	slices.Sort(got)
 	if want := []string{"-q bad true", "-q fd00::7 true", "-q fd00::8 true", "-q good true"}; !slices.Equal(
@@ -112,10 +107,7 @@ func TestDoctorReachesAsJobsDo(t *testing.T) {
 	if l := lines["host me@h1"]; l.Status != doctor.OK || lines["agent"].Text != filepath.Join(bin, "ssh") {
 		t.Errorf("got %+v and %+v, want the host reached by ssh", l, lines["agent"])
 	}
-	words, err := os.ReadFile(notes)
-	if err != nil {
-		t.Fatal(err)
-	}
+	words := testnet.ReadFile(t, notes)
 	want := (&hostFlags{sshPort: 2222, sshIdentity: "key file",
 		sshOptions: []string{"-o", "ConnectTimeout=5"}}).reach("me@h1", []string{"true"})
 	if got := strings.Split(strings.TrimSpace(string(words)), "\n"); !slices.Equal(got, want[1:]) {

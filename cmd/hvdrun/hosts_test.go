@@ -28,9 +28,7 @@ printf '%s\n' "$@" >>'` + notes + `'
 while [ $# -gt ` + strconv.Itoa(numWords) + ` ]; do shift; done
 exec sh -c "$*"
 `
-	if err := os.WriteFile(filepath.Join(dir, "ssh"), []byte(script), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, filepath.Join(dir, "ssh"), script)
 	return dir, notes
 }
 
@@ -62,10 +60,7 @@ func TestHostsBySSH(t *testing.T) {
 	if err != nil || !slices.Equal(lines, want) || stderr.String() != "" {
 		t.Errorf("got %q, error %v and %q, want %q", lines, err, stderr.String(), want)
 	}
-	words, err := os.ReadFile(notes)
-	if err != nil {
-		t.Fatal(err)
-	}
+	words := testnet.ReadFile(t, notes)
 	for _, host := range []string{"h1", "h2"} {
 		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no",
 			"-o", "ConnectionAttempts=29", "-p", "2222", "-i", "key file", host,
@@ -81,9 +76,7 @@ func TestHostsBySSH(t *testing.T) {
 func TestHostsByAgent(t *testing.T) {
 	dir := t.TempDir()
 	file, script := filepath.Join(dir, "hosts"), filepath.Join(dir, "agent")
-	if err := os.WriteFile(file, []byte("# two\nh1 slots=1\nlocalhost:1\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "# two\nh1 slots=1\nlocalhost:1\n")
 	if err := os.WriteFile(script, []byte("#!/bin/sh\nAT=$1; export AT; shift; exec \"$@\"\n"),
 		0o700); err != nil {
 		t.Fatal(err)
@@ -124,9 +117,7 @@ func TestThisHostInTheList(t *testing.T) {
 // comma.
 func TestHostsThatAddUp(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "hosts")
-	if err := os.WriteFile(file, []byte("\ufefflocalhost slots = 2 max_slots = 4\nlocalhost\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "\ufefflocalhost slots = 2 max_slots = 4\nlocalhost\n")
 	for _, flags := range [][]string{{"-H", "localhost:3,"}, {"-H", "localhost:1,localhost:2"},
 		{"-hostfile", file}} {
 		stdout, stderr, status := output(t, append(flags, "sh", "-c", "echo $HOROVOD_LOCAL_RANK of $HOROVOD_LOCAL_SIZE")...)

@@ -590,9 +590,7 @@ func TestIgnoredSignalsStayIgnored(t *testing.T) {
 		t.Errorf("got %q and error %v, want both ranks alive", out, err)
 	}
 	agent := filepath.Join(t.TempDir(), "agent")
-	if err := os.WriteFile(agent, []byte("#!/bin/sh\nkill -HUP $PPID\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, agent, "#!/bin/sh\nkill -HUP $PPID\n")
 	out, _ = ignoring("doctor", "--agent", agent, "-H", "h1").CombinedOutput() // the status depends on this host
 	if !strings.Contains(string(out), "h1") {
 		t.Errorf("got %q, want the findings of hvdrun doctor", out)

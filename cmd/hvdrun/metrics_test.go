@@ -173,10 +173,7 @@ func (j *metricsJob) end(t *testing.T) {
 func TestPrometheusScrapesTheJob(t *testing.T) {
 	deploy := filepath.Join("..", "..", "deploy")
 	read := func(name string) string {
-		text, err := os.ReadFile(filepath.Join(deploy, name))
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, filepath.Join(deploy, name))
 		return string(text)
 	}
 	config := read("prometheus.yml")

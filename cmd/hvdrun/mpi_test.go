@@ -51,9 +51,7 @@ func TestMPIRunSucceeds(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := t.TempDir()
-			if err := os.WriteFile(filepath.Join(dir, "mpirun"), []byte(fakeMPIRun), 0o700); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteScript(t, filepath.Join(dir, "mpirun"), fakeMPIRun)
 			self := testnet.Self(t)
 			for name, value := range map[string]string{"PATH": dir + ":" + os.Getenv("PATH"), "DIR": dir, "DOOMED": c.doomed,
 				"HANGS": c.hangs, "SELF": self} {
@@ -88,9 +86,7 @@ func TestMPIBindTo(t *testing.T) {
 		dir := t.TempDir()
 		text := "#!/bin/sh\n[ \"$1\" != --version ] || { echo '" + version + "'; exit; }\n" +
 			"echo \"$HVD_BIND_TO,$*\" | sed 's, [^ ]* __hvdrun-mpi-rank [^ ]*,,'\n"
-		if err := os.WriteFile(filepath.Join(dir, "mpirun"), []byte(text), 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteScript(t, filepath.Join(dir, "mpirun"), text)
 		t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
 		for flag, words := range want {
 			args := []string{"--mpi", "-np", "2", "sh"}

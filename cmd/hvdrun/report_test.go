@@ -773,9 +773,7 @@ func TestDumpsOfFailures(t *testing.T) {
 func TestReportsInTrouble(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	file := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "")
 	r := reporterOf(t, kv, 2, file, time.Hour)
 	kv.Close()
 	testnet.Eventually(t, "the launcher no longer listens", func() bool { return r.ranks.Err() != nil })

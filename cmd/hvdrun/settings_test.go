@@ -3,7 +3,6 @@ package main
 import (
 	"encoding/json"
 	"errors"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -13,15 +12,14 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // writeFile writes a settings file and returns its path.
 func writeFile(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings.yaml")
-	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, path, text)
 	return path
 }
 
@@ -199,9 +197,7 @@ func TestCheckBuildAsksTheLibrary(t *testing.T) {
 	script := `#!/bin/sh
 echo '{"built": true, "nccl": {"version": "2.28.9", "error": ""}, "cuda": {"error": ""}}'
 `
-	if err := os.WriteFile(filepath.Join(dir, doctor.AnyPython), []byte(script), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, filepath.Join(dir, doctor.AnyPython), script)
 	for path, want := range map[string][]string{
 		none: {"[ ] PyTorch (python3 is not in PATH)", "[ ] NCCL (python3 is not in PATH)"},
 		dir:  {"[X] PyTorch (over libgohvd)", "[X] NCCL (version 2.28.9, over libgohvd)"},

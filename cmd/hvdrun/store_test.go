@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -24,9 +23,7 @@ import (
 func TestStoreAlone(t *testing.T) {
 	const text = "sixteen bytes or more"
 	file := filepath.Join(t.TempDir(), "secret")
-	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, text)
 	key, err := secret.Parse(text)
 	if err != nil {
 		t.Fatal(err)
@@ -139,9 +136,7 @@ func TestStoreEndsWithItsParent(t *testing.T) {
 // each other.
 func TestStoreAloneRefuses(t *testing.T) {
 	short := filepath.Join(t.TempDir(), "short")
-	if err := os.WriteFile(short, []byte("short"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, short, "short")
 	for _, test := range []struct {
 		args []string
 		want string

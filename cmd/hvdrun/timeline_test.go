@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
@@ -26,9 +27,7 @@ func putTimelines(t *testing.T) string {
 			fmt.Fprintf(&b, `,{"ph":"E","ts":%d,"pid":1,"args":{"cached":true}},{"name":"ALLREDUCE","ph":"B","ts":%d,"pid":1}`, at+5100, at+5100)
 			fmt.Fprintf(&b, `,{"ph":"E","ts":%d,"pid":1,"args":{"dtype":"float32","shape":"[1]","bytes":4,"set":0,"op":%d,"fused":1,"backend":"shm"}}`, at+6000, step)
 		}
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(b.String()+"]"), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, filepath.Join(dir, name), b.String()+"]")
 	}
 	return dir
 }
@@ -78,13 +77,9 @@ func TestTimeline(t *testing.T) {
 func TestTimelineOfWhatIsNone(t *testing.T) {
 	dir := putTimelines(t)
 	bad := filepath.Join(dir, "bad")
-	if err := os.WriteFile(bad, []byte("hello"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, bad, "hello")
 	other := putTimelines(t)
-	if err := os.WriteFile(filepath.Join(other, "t.json"), []byte("hello"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, filepath.Join(other, "t.json"), "hello")
 	for _, c := range []struct {
 		args   []string
 		status int

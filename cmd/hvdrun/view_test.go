@@ -21,9 +21,7 @@ func TestView(t *testing.T) {
 	bin := t.TempDir()
 	opened := filepath.Join(bin, "opened")
 	browser := fmt.Sprintf("#!/bin/sh\nstat -c %%a \"$1\" | cat - \"$1\" >%s.new && mv %[1]s.new %[1]s\n", opened)
-	if err := os.WriteFile(filepath.Join(bin, "xdg-open"), []byte(browser), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, filepath.Join(bin, "xdg-open"), browser)
 	xdg := t.TempDir()
 	cmd := hvdrun(t, "view", "--open", putTimelines(t))
 	cmd.Env = append(os.Environ(), "SSH_CONNECTION=1.2.3.4 5 6.7.8.9 22", "XDG_RUNTIME_DIR="+xdg,
@@ -109,15 +107,10 @@ func TestExportRemovesNoDevice(t *testing.T) {
 func TestViewOfWhatIsNone(t *testing.T) {
 	dir, empty, other, half := putTimelines(t), t.TempDir(), t.TempDir(), putTimelines(t)
 	put := func(name, text string) {
-		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, name, text)
 	}
 	put(filepath.Join(other, "notes.txt"), "hello")
-	text, err := os.ReadFile(filepath.Join(half, "t.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(half, "t.json"))
 	put(filepath.Join(half, "t.json"), string(text[:len(text)/2]))
 	mixed := filepath.Join(t.TempDir(), "mixed")
 	if err := os.CopyFS(mixed, os.DirFS(dir)); err != nil {

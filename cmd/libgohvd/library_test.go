@@ -18,6 +18,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // These flags test a library that was built before, such as that of a wheel, also one for another machine.
@@ -166,10 +168,7 @@ func TestRefused(t *testing.T) {
 // whatever the names of the files are.
 func TestProcess(t *testing.T) {
 	program := compile(t, "testdata/process.c", append(c99(), "-Wl,--as-needed")...)
-	text, err := os.ReadFile(library(t))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, library(t))
 	var copies []string
 	for _, name := range []string{"engine.so", "other.so"} {
 		copies = append(copies, filepath.Join(t.TempDir(), name))
@@ -229,10 +228,7 @@ func TestStaticTLS(t *testing.T) {
 	}
 	program := compileAlone(t, "testdata/tls.c", c99())
 	other := compileAlone(t, "testdata/tls.c", append(c99(), "-shared", "-fPIC", "-DLIBRARY"))
-	text, err := os.ReadFile(other)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, other)
 	var libraries []string
 	for i := range 20 {
 		libraries = append(libraries, fmt.Sprintf("%s%d.so", other, i))
@@ -265,10 +261,7 @@ func TestBesideGo(t *testing.T) {
 
 // TestHeader compares the header with the symbols of the library, and compiles it as C and as C++.
 func TestHeader(t *testing.T) {
-	text, err := os.ReadFile("gohvd.h")
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, "gohvd.h")
 	var declared []string
 	for _, m := range regexp.MustCompile(`(?m)^[a-z].*?\b\*?(hvd_\w+)\(`).FindAllStringSubmatch(string(text), -1) {
 		if m[1] != "hvd_op" { // it is a static function
@@ -296,10 +289,7 @@ func TestHeader(t *testing.T) {
 		t.Errorf("gohvd.h declares\n%v\nand the library exports\n%v", declared, exported)
 	}
 	golden := filepath.Join("testdata", "symbols.txt")
-	want, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
+	want := testnet.ReadFile(t, golden)
 	if got := strings.Join(exported, "\n") + "\n"; got != string(want) {
 		t.Errorf("%s has other symbols: if one is missing now, increase HVD_ABI_VERSION; got\n%s", golden, got)
 	}
@@ -318,19 +308,14 @@ func TestHeader(t *testing.T) {
 
 // TestExample compiles the program of docs/c-api.md.
 func TestExample(t *testing.T) {
-	page, err := os.ReadFile("../../docs/c-api.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	page := testnet.ReadFile(t, "../../docs/c-api.md")
 	_, code, _ := strings.Cut(string(page), "```c\n")
 	code, _, found := strings.Cut(code, "```")
 	if !found {
 		t.Fatal("docs/c-api.md has no program")
 	}
 	source := filepath.Join(t.TempDir(), "example.c")
-	if err := os.WriteFile(source, []byte(code), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, source, code)
 	run(t, 2, compile(t, source, c99()...))
 }
 

@@ -5,12 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"strconv"
 	"testing"
 
 	"go.yaml.in/yaml/v3"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // manifests is the folder of the manifests for Kubernetes.
@@ -91,10 +92,7 @@ type container struct {
 // readManifest returns the objects in a manifest.
 func readManifest(t *testing.T, name string) (all []object) {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join(manifests, name))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(manifests, name))
 	d := yaml.NewDecoder(bytes.NewReader(text))
 	d.KnownFields(true)
 	for {

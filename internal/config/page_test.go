@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the page")
@@ -20,10 +21,7 @@ func TestPageIsUpToDate(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	got, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	got := testnet.ReadFile(t, path)
 	if string(got) != config.Page() {
 		t.Error("docs/settings.md differs from the table: run go generate ./internal/config")
 	}

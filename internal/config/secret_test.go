@@ -2,12 +2,12 @@ package config_test
 
 import (
 	"errors"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestJobSecret checks that the secret comes from HVD_SECRET, or else from the file that HVD_SECRET_FILE
@@ -15,9 +15,7 @@ import (
 func TestJobSecret(t *testing.T) {
 	write := func(text string) string {
 		file := filepath.Join(t.TempDir(), "secret")
-		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, file, text)
 		return file
 	}
 	const same = "sixteen bytes it is"

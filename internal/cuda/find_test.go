@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestPlaces checks that the libraries that torch has mapped are found first, and otherwise those in the
@@ -22,9 +23,7 @@ func TestPlaces(t *testing.T) {
 		if err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(file, nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, file, "")
 	}
 	line := func(file string) string {
 		return fmt.Sprintf("7f1c2a000000-7f1c2a001000 r-xp 00000000 fe:01 1234                       %s\n", file)

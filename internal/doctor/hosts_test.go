@@ -127,9 +127,7 @@ func TestManyHosts(t *testing.T) {
 func script(t *testing.T, text string) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "agent")
-	if err := os.WriteFile(file, []byte("#!/bin/sh\n"+text), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, file, "#!/bin/sh\n"+text)
 	return file
 }
 
@@ -205,10 +203,7 @@ func gone(pid int) bool {
 
 func readPID(t *testing.T, file string) (pid int) {
 	t.Helper()
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, file)
 	if _, err := fmt.Sscan(string(text), &pid); err != nil {
 		t.Fatal(err)
 	}

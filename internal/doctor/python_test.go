@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestPythonPrograms checks the lines about Python, its packages and the library for different outputs of
@@ -118,9 +119,7 @@ func TestCurrentFolder(t *testing.T) {
 	}
 	t.Chdir(t.TempDir())
 	for _, name := range []string{"json", "platform", "importlib", "sitecustomize", "torch", "gohvd"} {
-		if err := os.WriteFile(name+".py", []byte("open('"+name+".ran', 'w')\n"), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, name+".py", "open('"+name+".ran', 'w')\n")
 	}
 	s := Here(os.Environ())
 	holds(t, "in a folder of others", python(t.Context(), s)[:1], "ok ")

@@ -180,10 +180,7 @@ func TestShellsAreAlone(t *testing.T) {
 // launcherTable returns the cells of the table in docs/launchers.md, without the line of dashes.
 func launcherTable(t *testing.T) (rows [][]string) {
 	t.Helper()
-	page, err := os.ReadFile("../../docs/launchers.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	page := testnet.ReadFile(t, "../../docs/launchers.md")
 	_, text, ok := strings.Cut(string(page), "\n| launcher | complete |")
 	if !ok {
 		t.Fatal("docs/launchers.md has no table that begins with launcher and complete")

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // A job searches for settings until it has saved them. A setting of the user keeps its value. The next job
@@ -46,14 +48,8 @@ func TestAutotune(t *testing.T) {
 			if j, status := run("--timeline-filename", timeline); status != 0 {
 				t.Fatalf("the job with the file ended with status %d:\n%s%s", status, j.out(), j.err())
 			}
-			saved, err := os.ReadFile(file)
-			if err != nil {
-				t.Fatal(err)
-			}
-			events, err := os.ReadFile(timeline)
-			if err != nil {
-				t.Fatal(err)
-			}
+			saved := testnet.ReadFile(t, file)
+			events := testnet.ReadFile(t, timeline)
 			_, bytes, _ := strings.Cut(string(saved), `"fusion_threshold_bytes": `)
 			bytes, _, _ = strings.Cut(bytes, ",")
 			changed := strings.Contains(string(events), `"hvd_tuning"`)
@@ -66,9 +62,7 @@ func TestAutotune(t *testing.T) {
 				t.Errorf("the settings\n%sare in the timeline: %v, want %v:\n%s", saved, changed, differs, events)
 			}
 
-			if err := os.WriteFile(file, []byte("{"), 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, file, "{")
 			j, status := run()
 			if n := strings.Count(j.err(), "HVD_AUTOTUNE_FILE is "+file); status == 0 || n < 2 {
 				t.Errorf("with a broken file: got status %d, and %d ranks name the file, want 2:\n%s", status, n,

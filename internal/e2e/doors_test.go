@@ -71,9 +71,7 @@ func TestDoors(t *testing.T) {
 			if after := peakMiB(t, pids[0]); after > before+256 {
 				t.Errorf("rank 0 grew from %d to %d MiB", before, after)
 			}
-			if err := os.WriteFile(stop, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, stop, "")
 			if status := j.wait(); status != 0 || strings.Count(j.out(), "]<stdout>:rounds ") != 2 {
 				t.Errorf("the job ended with status %d:\n%s", status, j.out())
 			}
@@ -338,10 +336,7 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 // not set.
 func variable(t *testing.T, pid int, name string) string {
 	t.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, fmt.Sprintf("/proc/%d/environ", pid))
 	for v := range strings.SplitSeq(string(text), "\x00") {
 		if value, ok := strings.CutPrefix(v, name+"="); ok {
 			return value

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gohvd/gohvd/elastic"
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 const (
@@ -240,9 +241,7 @@ func TestElasticExact(t *testing.T) {
 				send(t, now[(i+int(seed))%ranks].pid, unix.SIGKILL)
 			}
 			j.awaitBegun(ranks)
-			if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, filepath.Join(folder, "end"), "")
 			j.ends(0)
 			var results []string
 			for text := range strings.Lines(j.out()) {

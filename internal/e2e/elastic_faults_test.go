@@ -350,9 +350,7 @@ func BenchmarkElasticLeave(b *testing.B) {
 func (j *job) endSteps(b *testing.B, folder string) (seconds float64) {
 	b.Helper()
 	end := filepath.Join(folder, "end")
-	if err := os.WriteFile(end, nil, 0o600); err != nil {
-		b.Fatal(err)
-	}
+	testnet.WriteFile(b, end, "")
 	if status := j.wait(); status != 0 {
 		b.Fatalf("hvdrun ended with status %d, want 0", status)
 	}
@@ -437,9 +435,7 @@ func TestElasticFaults(t *testing.T) {
 	folder := t.TempDir()
 	write := func(name, text string) {
 		path := filepath.Join(folder, name)
-		if err := os.WriteFile(path+".new", []byte(text), 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteScript(t, path+".new", text)
 		if err := os.Rename(path+".new", path); err != nil {
 			t.Fatal(err)
 		}
@@ -537,9 +533,7 @@ func TestElasticResets(t *testing.T) {
 		last.heap > early.heap+8<<20 {
 		t.Errorf("descriptors, goroutines or memory grow: got %+v, then %+v after %d resets", early, last, 2*kills-4)
 	}
-	if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, filepath.Join(folder, "end"), "")
 	j.ends(0)
 	tellJob(t, j)
 }
@@ -575,9 +569,7 @@ func TestElasticSpare(t *testing.T) {
 	if after[spare].pid == 0 {
 		t.Errorf("got the ranks %+v, want one at the slot %d of the spare", after, spare)
 	}
-	if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, filepath.Join(folder, "end"), "")
 	j.ends(0)
 	if got := strings.Count(j.err(), "hvdrun: generation 2: 3 ranks: rank "); got != 1 {
 		t.Errorf("got %d lines about generation 2 with 3 ranks, want 1", got)
@@ -619,9 +611,7 @@ func TestElasticStoppedSpare(t *testing.T) {
 		}
 	}
 	j.awaitBegun(1)
-	if err := os.WriteFile(filepath.Join(folder, "end"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, filepath.Join(folder, "end"), "")
 	j.ends(0)
 	if want := "): did not answer hvdrun within 3s\n"; !strings.Contains(j.err(), want) {
 		t.Errorf("got %q, want %q", j.err(), want)

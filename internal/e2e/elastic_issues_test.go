@@ -51,9 +51,7 @@ func (c *cluster) offer(t testing.TB, hosts string) {
 func (c *cluster) write(t testing.TB, name, text string) {
 	t.Helper()
 	path := filepath.Join(c.folder, name)
-	if err := os.WriteFile(path+".new", []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, path+".new", text)
 	if err := os.Rename(path+".new", path); err != nil {
 		t.Fatal(err)
 	}
@@ -143,16 +141,10 @@ func (c *cluster) kill(pids ...int) {
 func (c *cluster) agentOf(pid int) int {
 	c.t.Helper()
 	for pid > 1 {
-		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			c.t.Fatal(err)
-		}
+		stat := testnet.ReadFile(c.t, fmt.Sprintf("/proc/%d/stat", pid))
 		_, fields, _ := strings.Cut(string(stat), ") ")
 		pid, _ = strconv.Atoi(strings.Fields(fields)[1])
-		arguments, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-		if err != nil {
-			c.t.Fatal(err)
-		}
+		arguments := testnet.ReadFile(c.t, fmt.Sprintf("/proc/%d/cmdline", pid))
 		if strings.Contains(string(arguments), "__hvdrun-host-agent") {
 			return pid
 		}

@@ -246,9 +246,7 @@ func TestElasticHosts(t *testing.T) {
 		for _, h := range hosts {
 			text += h.Name + ":1\n"
 		}
-		if err := os.WriteFile(list+".new", []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, list+".new", text)
 		if err := os.Rename(list+".new", list); err != nil {
 			t.Fatal(err)
 		}

@@ -95,9 +95,7 @@ var errCulprit = errors.New("step 5")
 func TestEndings(t *testing.T) {
 	random := draws(t)
 	script := filepath.Join(t.TempDir(), "ending.py")
-	if err := os.WriteFile(script, []byte(pythonEnding), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, script, pythonEnding)
 	package_, err := filepath.Abs("../../python")
 	if err != nil {
 		t.Fatal(err)

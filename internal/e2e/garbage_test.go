@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // An unauthenticated peer sends garbage to each port of a job. The job goes on. Its processes do not trust
@@ -58,9 +60,7 @@ func TestGarbageOnEveryPort(t *testing.T) {
 			t.Errorf("process %d grew from %d to %d MiB", pid, before[pid], after)
 		}
 	}
-	if err := os.WriteFile(stop, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, stop, "")
 	j.ends(0)
 	if n := strings.Count(j.out(), "]<stdout>:rounds "); n != 3 {
 		t.Errorf("%d ranks finished, want 3:\n%s", n, j.out())
@@ -135,10 +135,7 @@ func listening(t *testing.T, pid int) []int {
 
 // peakMiB returns the peak resident memory of a process in MiB.
 func peakMiB(t *testing.T, pid int) int {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, fmt.Sprintf("/proc/%d/status", pid))
 	for _, row := range strings.Split(string(text), "\n") {
 		var kib int
 		if _, err := fmt.Sscanf(row, "VmHWM: %d kB", &kib); err == nil {

@@ -241,9 +241,7 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
 	write := func(name, text string) {
-		if err := os.WriteFile(at(name), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, at(name), text)
 	}
 	for _, key := range []string{"host", "user"} {
 		if out, err := exec.CommandContext(t.Context(), "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f",
@@ -251,10 +249,7 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 			t.Fatalf("ssh-keygen: %v\n%s", err, out)
 		}
 	}
-	public, err := os.ReadFile(at("host.pub"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	public := testnet.ReadFile(t, at("host.pub"))
 	var known strings.Builder
 	for _, h := range hosts {
 		fmt.Fprintf(&known, "[%s]:%s %s", h.Addr, sshdPort, public)

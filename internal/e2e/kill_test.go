@@ -205,9 +205,7 @@ func TestStoppedProcesses(t *testing.T) {
 			signal(syscall.SIGSTOP)
 			<-time.After(5 * time.Second)
 			signal(syscall.SIGCONT)
-			if err := os.WriteFile(stop, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, stop, "")
 			status := j.wait()
 			if len(victims) == 3 {
 				if status != 0 || strings.Count(j.out(), ">:rounds ") != 3 {
@@ -255,10 +253,7 @@ func processorTime(b *testing.B, pids []int) time.Duration {
 			b.Fatal(err)
 		}
 		for _, task := range tasks {
-			text, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/schedstat", pid, task.Name()))
-			if err != nil {
-				b.Fatal(err)
-			}
+			text := testnet.ReadFile(b, fmt.Sprintf("/proc/%d/task/%s/schedstat", pid, task.Name()))
 			var ns int64
 			if _, err := fmt.Sscan(string(text), &ns); err != nil {
 				b.Fatal(err)

@@ -150,9 +150,7 @@ func jobSecret(t *testing.T) string {
 	t.Helper()
 	_, text := secret.New()
 	path := filepath.Join(t.TempDir(), "job.secret")
-	if err := os.WriteFile(path, []byte(text+"\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, path, text+"\n")
 	return path
 }
 

@@ -145,8 +145,6 @@ func enterAddress(t *testing.T, hosts []*testnet.Host) string {
 			h.Addr, h.Name)
 	}
 	path := filepath.Join(t.TempDir(), "enter")
-	if err := os.WriteFile(path, []byte(text+"esac\nexit 1\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, path, text+"esac\nexit 1\n")
 	return path
 }

@@ -63,10 +63,7 @@ func TestDigitsWithMPI(t *testing.T) {
 				if len(same) != 1 || slices.Max(slices.Collect(maps.Values(same))) != 3 {
 					t.Errorf("got ranks and weights %v, want the same 3 times", same)
 				}
-				timeline, err := os.ReadFile(file)
-				if err != nil {
-					t.Fatal(err)
-				}
+				timeline := testnet.ReadFile(t, file)
 				byMPI := len(settings) == 0 || settings[0] != "HOROVOD_CPU_OPERATIONS=gloo"
 				for _, activity := range []string{"MPI_ALLREDUCE", "MPI_BCAST"} {
 					if bytes.Contains(timeline, []byte(activity)) != byMPI {
@@ -142,10 +139,7 @@ func killRank(t *testing.T, l testmpi.Library, program string, victim int, negot
 		t.Errorf("want at most %v", reportTime)
 	}
 	for r := range 3 {
-		text, err := os.ReadFile(fmt.Sprintf("%s.%d", errs, r))
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, fmt.Sprintf("%s.%d", errs, r))
 		report := fmt.Sprintf("rank %d failed: ", victim)
 		if got := bytes.Contains(text, []byte(report)); got != (r != victim) {
 			t.Errorf("rank %d has reported %q: %v, want %v:\n%s", r, report, got, !got, text)
@@ -209,10 +203,7 @@ func signalRank(t *testing.T, program string, rank int, signal unix.Signal) {
 	t.Helper()
 	variable := regexp.MustCompile(fmt.Sprintf(`(OMPI_COMM_WORLD_RANK|PMI_RANK)=%d\x00`, rank))
 	for _, pid := range ranksOf(program) {
-		env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
-		if err != nil {
-			t.Fatal(err)
-		}
+		env := testnet.ReadFile(t, fmt.Sprintf("/proc/%d/environ", pid))
 		if variable.Match(env) {
 			send(t, pid, signal)
 			return

@@ -149,10 +149,7 @@ func slowRank(t *testing.T, digits, slow string, switched bool) (share float64) 
 // decrease, and each begin event must have an end event.
 func checkMerged(t *testing.T, file string, ranks int) {
 	t.Helper()
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, file)
 	var events []struct {
 		Phase string  `json:"ph"`
 		Pid   int     `json:"pid"`
@@ -202,10 +199,7 @@ type clockOf struct {
 
 func readClock(t *testing.T, file string) (c clockOf) {
 	t.Helper()
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, file)
 	var events []struct {
 		Name string `json:"name"`
 		Args struct {
@@ -243,9 +237,7 @@ func TestClocksSetApart(t *testing.T) {
 	j := startCommand(t, []string{hvdrunPath, "-np", "3", "--timeline-filename", file, "sh", "-c", script,
 		self}, programVariable+"=steps", "E2E_END="+end)
 	j.ready(3)
-	if err := os.WriteFile(end, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, end, "")
 	if status := j.wait(); status != 0 {
 		t.Fatalf("exit status %d\n%s%s", status, j.out(), j.err())
 	}

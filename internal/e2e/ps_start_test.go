@@ -141,9 +141,7 @@ func (s *startingJob) hit(node string, sig syscall.Signal) {
 // release lets the late node start.
 func (s *startingJob) release() {
 	s.t.Helper()
-	if err := os.WriteFile(s.open, nil, 0o666); err != nil {
-		s.t.Fatal(err)
-	}
+	testnet.WriteFile(s.t, s.open, "")
 }
 
 // ended waits for the end of the job, which must have failed because of the given node, with the given

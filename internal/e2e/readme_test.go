@@ -3,22 +3,20 @@ package e2e
 import (
 	"context"
 	"fmt"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // The first command in the README is run. Four ranks train the example, and their weights are the same at the
 // end.
 func TestReadmeCommand(t *testing.T) {
-	readme, err := os.ReadFile("../../README.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	readme := testnet.ReadFile(t, "../../README.md")
 	const command = "go run ./cmd/hvdrun -np 4 go run ./examples/digits"
 	if !strings.Contains(string(readme), "    "+command+"\n") {
 		t.Fatalf("the README does not have the command %q", command)
@@ -58,10 +56,7 @@ func TestReadmeCommand(t *testing.T) {
 
 // The program in the README compiles, and prints the output that the README shows.
 func TestReadmeProgram(t *testing.T) {
-	readme, err := os.ReadFile("../../README.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	readme := testnet.ReadFile(t, "../../README.md")
 	_, source, ok := strings.Cut(string(readme), "```go\n")
 	source, _, closed := strings.Cut(source, "```")
 	if !ok || !closed {
@@ -69,9 +64,7 @@ func TestReadmeProgram(t *testing.T) {
 	}
 	dir := t.TempDir()
 	file, binary := filepath.Join(dir, "main.go"), filepath.Join(dir, "program")
-	if err := os.WriteFile(file, []byte(source), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, source)
 	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
 	build := exec.CommandContext(ctx, "go", "build", "-o", binary, file)

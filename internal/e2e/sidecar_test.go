@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // buildLibrary builds libgohvd.so, which runs the engine of Python programs, in the directory of hvdrun.
@@ -63,9 +65,7 @@ func TestSidecarBesideHvdrun(t *testing.T) {
 	if got := told(); got != "" {
 		t.Errorf("without hvdd: got %q", got)
 	}
-	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, hvdd, "#!/bin/sh\n")
 	if got := told(); got != hvdd {
 		t.Errorf("got %q, want %s", got, hvdd)
 	}

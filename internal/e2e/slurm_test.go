@@ -50,9 +50,7 @@ func TestSlurm(t *testing.T) {
 // secretFile makes a secret for jobs that srun starts, and returns the variable that names it.
 func secretFile(t *testing.T) string {
 	file := filepath.Join(t.TempDir(), "secret")
-	if err := os.WriteFile(file, []byte(strings.Repeat("s", 43)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, strings.Repeat("s", 43))
 	return "HVD_SECRET_FILE=" + file
 }
 

@@ -554,9 +554,7 @@ except Exception as e:
 // torchKind returns a kind of jobs that use torch.distributed.
 func torchKind(t *testing.T, name string) *tableKind {
 	script := filepath.Join(t.TempDir(), "faulty.py")
-	if err := os.WriteFile(script, []byte(torchFaulty), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, script, torchFaulty)
 	package_, err := filepath.Abs("../../python")
 	if err != nil {
 		t.Fatal(err)

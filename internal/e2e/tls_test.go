@@ -136,9 +136,7 @@ func TestTLSHidesTensors(t *testing.T) {
 				_, heard := c.of(ports)
 				return heard >= 10_000
 			})
-			if err := os.WriteFile(stop, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, stop, "")
 			if status := j.wait(); status != 0 {
 				t.Fatalf("status %d:\n%s\n%s", status, j.out(), j.err())
 			}

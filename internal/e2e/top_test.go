@@ -96,9 +96,7 @@ func stepsJob(t *testing.T, env ...string) (j *job, xdg string, end func()) {
 	j = start(t, 4, "steps", append(env, "XDG_RUNTIME_DIR="+xdg, "E2E_END="+file)...)
 	j.awaitLines(4, "ready")
 	return j, xdg, func() {
-		if err := os.WriteFile(file, nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, file, "")
 	}
 }
 

@@ -45,9 +45,7 @@ dist.destroy_process_group()
 func TestTorchScript(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
-	if err := os.WriteFile(script, []byte(torchScript), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, script, torchScript)
 	for method, n := range map[string]int{"env": 3, "tcp": 2} {
 		t.Run(method, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), jobLimit)

@@ -178,9 +178,7 @@ func measureView(b *testing.B, ranks int, start func(flags []string, env ...stri
 				if see(m[1]) {
 					stalls++
 				}
-				if err := os.WriteFile(filepath.Join(folder, m[2]), nil, 0o600); err != nil {
-					b.Fatal(err)
-				}
+				testnet.WriteFile(b, filepath.Join(folder, m[2]), "")
 			}
 			if s.Run == shown {
 				continue

@@ -132,9 +132,7 @@ func TestViewOfARunningJob(t *testing.T) {
 		seen = max(seen, r.Operations)
 		return !first && later && len(s.Rows) == 4
 	})
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "")
 	s := p.until("the end", func(s *view.State) bool { return s.Ended })
 	if !strings.Contains(s.Verdict, "all ranks ended with status 0") || s.Alarm {
 		t.Errorf("got the verdict %q", s.Verdict)

@@ -44,10 +44,7 @@ func TestScripts(t *testing.T) {
 	}
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txt"), func(t *testing.T) {
-			text, err := os.ReadFile(file)
-			if err != nil {
-				t.Fatal(err)
-			}
+			text := testnet.ReadFile(t, file)
 			got := play(t, file, string(text))
 			switch {
 			case got == string(text):

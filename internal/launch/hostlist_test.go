@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestParseHosts checks that ParseHosts returns the right hosts and slots for valid lists.
@@ -89,9 +90,7 @@ func TestListsThatCannotBe(t *testing.T) {
 func TestParseHostFile(t *testing.T) {
 	write := func(text string) string {
 		path := filepath.Join(t.TempDir(), "hosts")
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, path, text)
 		return path
 	}
 	for _, c := range []struct {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -396,9 +397,7 @@ func TestLauncherIsStopped(t *testing.T) {
 	if helpers != 3 {
 		t.Errorf("%d helpers are left after a short stop, want 3", helpers)
 	}
-	if err := os.WriteFile(flood, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, flood, "")
 	r.signal(unix.SIGSTOP)
 	r.await("the end of all agents", func() bool {
 		return !slices.ContainsFunc(r.processes(), func(p process) bool {
@@ -439,9 +438,7 @@ func TestLostHostIsBlamed(t *testing.T) {
 		return err == nil && strings.Contains(string(stat), ") T ")
 	})
 	for i, f := range files {
-		if err := os.WriteFile(f, nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, f, "")
 		if i == 0 {
 			r.awaitOutput(&r.stdout, "word", 1)
 		}
@@ -531,9 +528,7 @@ func TestAgentThatEndsEarly(t *testing.T) {
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "received")
-	if err := os.WriteFile(file, nil, 0o600); err != nil { // the program may not have started after StartMS
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, "") // the program may not have started after StartMS
 	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`),
 		Command: []string{"true"}})
 	r.ends(1)
@@ -652,9 +647,7 @@ func TestHostsThatAreNotReady(t *testing.T) {
 
 func brokenScript(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "script")
-	if err := os.WriteFile(path, []byte("#!/no/such/interpreter\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, path, "#!/no/such/interpreter\n")
 	return path
 }
 

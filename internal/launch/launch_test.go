@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 func TestStatus(t *testing.T) {
@@ -96,9 +97,7 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 		t.Fatal(err)
 	}
 	empty := filepath.Join(dir, "empty")
-	if err := os.WriteFile(empty, nil, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, empty, "")
 	for _, hosts := range []string{"", "h1,localhost"} {
 		r := start(t, spec{NP: 2, Hosts: hosts, Command: []string{script, "a b", ""}})
 		if got := r.wait(); got != 1 {
@@ -396,9 +395,7 @@ func goProgram(t *testing.T) string {
 		"go.mod":  "module waits\n\ngo 1.26\n",
 		"main.go": "package main\n\nimport \"time\"\n\nfunc main() {\n\tprintln(\"ready\")\n\ttime.Sleep(time.Hour)\n}\n",
 	} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteFile(t, filepath.Join(dir, name), text)
 	}
 	return dir
 }
@@ -863,10 +860,7 @@ func blockedTerminal(t *testing.T, hosts string) {
 		before = times
 		return still > 60
 	})
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	status := testnet.ReadFile(t, fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid))
 	peak := regexp.MustCompile(`VmHWM:\s+(\d+) kB`).FindSubmatch(status)
 	if kb, err := strconv.Atoi(string(peak[1])); err != nil || kb > 256<<10 {
 		t.Errorf("the launcher has used %s kB, want at most 256 MiB", peak[1])

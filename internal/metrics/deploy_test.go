@@ -73,10 +73,7 @@ func labelsOf(f *dto.MetricFamily) (labels []string) {
 // rules returns the expressions of the alerts in deploy/. The keys are the names of the alerts.
 func rules(t *testing.T) map[string]string {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join(deploy, "alerts.yml"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(deploy, "alerts.yml"))
 	var file struct {
 		Groups []struct {
 			Rules []struct{ Alert, Expr string }
@@ -160,10 +157,7 @@ func TestDeploy(t *testing.T) {
 	if out, content := testnet.Promtool(t, dir, "", "check", "rules", "dashboard.yml"); !content {
 		t.Errorf("the dashboard's queries: %s", out)
 	}
-	tests, err := os.ReadFile(filepath.Join(deploy, "alerts_test.yml"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	tests := testnet.ReadFile(t, filepath.Join(deploy, "alerts_test.yml"))
 	for name := range alerts {
 		if !strings.Contains(string(tests), "alertname: "+name+"\n        exp_alerts:") {
 			t.Errorf("no test has %s fire", name)
@@ -175,10 +169,7 @@ func TestDeploy(t *testing.T) {
 // queries of the dashboard's variables. In the queries of panels, variables are replaced by values.
 func panels(t *testing.T) (queries map[string][]string, variables []string) {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join(deploy, "grafana-dashboard.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(deploy, "grafana-dashboard.json"))
 	var file struct {
 		Panels []struct {
 			Title   string
@@ -236,10 +227,7 @@ func TestDashboardOfRanks(t *testing.T) {
 	testnet.Eventually(t, "Prometheus has two scrapes of both", func() bool {
 		return len(query("count_over_time(hvd_world_size[1m]) > 1")) == 2
 	})
-	readme, err := os.ReadFile(filepath.Join(deploy, "README.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	readme := testnet.ReadFile(t, filepath.Join(deploy, "README.md"))
 	queries, variables := panels(t)
 	if len(variables) != 2 {
 		t.Errorf("got variables %v, want job and instance", variables)
@@ -290,10 +278,7 @@ func TestTemplates(t *testing.T) {
 		"grafana-dashboard.json": regexp.MustCompile(`\{\{(\w+)\}\}`),
 		"alerts.yml":             regexp.MustCompile(`\$labels\.(\w+)`),
 	} {
-		text, err := os.ReadFile(filepath.Join(deploy, file))
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, filepath.Join(deploy, file))
 		for _, m := range template.FindAllStringSubmatch(string(text), -1) {
 			found++
 			if !known[m[1]] {
@@ -308,10 +293,7 @@ func TestTemplates(t *testing.T) {
 
 // docs/metrics.md lists exactly the metrics that exist, with the type, labels and help text of each.
 func TestPage(t *testing.T) {
-	text, err := os.ReadFile(page)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, page)
 	listed := make(map[string]string)
 	for line := range strings.Lines(string(text)) {
 		if strings.HasPrefix(line, "| `hvd_") {

@@ -80,9 +80,7 @@ func TestCreate(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			path, precious := filepath.Join(dir, "out"), filepath.Join(dir, "precious")
-			if err := os.WriteFile(precious, []byte("precious"), 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, precious, "precious")
 			if err := c.prepare(t, path, precious); err != nil {
 				t.Fatal(err)
 			}

@@ -197,9 +197,7 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 			t.Parallel()
 			dir, addr := t.TempDir(), net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 			script, file := filepath.Join(dir, "script.py"), filepath.Join(dir, "fail")
-			if err := os.WriteFile(script, []byte(distributedFault), 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, script, distributedFault)
 			args := append([]string{"-np", "2", "--start-timeout", "300", "--metrics-addr", addr}, python...)
 			cmd := launched(t, append(args, script, file, how)...)
 			log, err := os.Create(filepath.Join(dir, "log"))
@@ -208,10 +206,7 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 			}
 			defer log.Close()
 			output := func() string {
-				text, err := os.ReadFile(log.Name())
-				if err != nil {
-					t.Fatal(err)
-				}
+				text := testnet.ReadFile(t, log.Name())
 				return string(text)
 			}
 			cmd.Stdout, cmd.Stderr = log, log
@@ -243,9 +238,7 @@ func TestTorchDistributedUnderHvdrun(t *testing.T) {
 				until("a report", func() bool { return strings.Count(output(), "hvdrun: SIGQUIT: ") > reports })
 				return strings.Contains(output(), "hvdrun: SIGQUIT: 2 of 2 ranks answered")
 			})
-			if err := os.WriteFile(file, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testnet.WriteFile(t, file, "")
 			err = <-ended
 			_, report, _ := strings.Cut(output(), "hvdrun: the job failed with exit status ")
 			_, cause, found := strings.Cut(report, "\nRoot cause (found by the surviving ranks): ")

@@ -2,7 +2,6 @@ package pythontest
 
 import (
 	"context"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
@@ -174,9 +173,7 @@ func TestElasticTorchHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 3)
 	list := filepath.Join(t.TempDir(), "hosts")
 	names := []string{hosts[0].Name, hosts[1].Name, hosts[2].Name}
-	if err := os.WriteFile(list, []byte(names[0]+":1\n"+names[1]+":1\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, list, names[0]+":1\n"+names[1]+":1\n")
 	alone := elasticJob(t, []string{"-np", "2", "--min-np", "1", "--host-discovery-script", "cat " + list,
 		"--agent", "ip netns exec {host}"}, append([]string{"samples", list}, names...)...)
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)

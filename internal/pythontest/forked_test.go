@@ -154,10 +154,7 @@ func runRanks(t *testing.T, job ranksJob, codes ...string) string {
 		}
 		got = append(got, fmt.Sprint(code))
 	}
-	text, err := os.ReadFile(out.Name())
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, out.Name())
 	if got := strings.Join(got, ", "); !slices.Contains(codes, got) {
 		t.Fatalf("exit codes %q of the ranks, want one of %q\n%s", got, codes, text)
 	}

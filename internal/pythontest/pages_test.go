@@ -34,10 +34,7 @@ func runPrograms(t *testing.T, interpreter string, pages ...string) {
 	args := append([]string{"-np", "2"}, append(withTorch(t, interpreter), "-c",
 		"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print('end of', path, flush=True)")...)
 	for i, page := range pages {
-		text, err := os.ReadFile(filepath.Join("../..", page))
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, filepath.Join("../..", page))
 		program := programInPage.FindSubmatch(text)
 		if program == nil {
 			t.Fatalf("%s has no program in Python", page)

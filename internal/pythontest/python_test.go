@@ -372,9 +372,7 @@ var namesRank1 = regexp.MustCompile("rank 0 got PeerError .*rank 1")
 func script(t *testing.T, program string) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "script.py")
-	if err := os.WriteFile(file, []byte(program), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, file, program)
 	return file
 }
 

@@ -2,7 +2,6 @@ package pythontest
 
 import (
 	"bytes"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -54,9 +53,7 @@ func TestBesideTorch(t *testing.T) {
 	t.Parallel()
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
-	if err := os.WriteFile(script, []byte(besideTorch), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, script, besideTorch)
 	for _, test := range []struct {
 		launcher, order string
 		run             func(*testing.T, func(...string) *exec.Cmd) string

@@ -5,7 +5,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/http/httptest"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -18,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline"
 )
@@ -43,10 +43,7 @@ func gradients(b *testing.B) (step func() []*testcluster.Op) {
 		n    int64
 		buf  []byte
 	}
-	text, err := os.ReadFile(filepath.Join("..", "bench", "shapes", "resnet50.txt"))
-	if err != nil {
-		b.Fatal(err)
-	}
+	text := testnet.ReadFile(b, filepath.Join("..", "bench", "shapes", "resnet50.txt"))
 	var all []gradient
 	for line := range strings.Lines(string(text)) {
 		var name string

@@ -251,10 +251,7 @@ func TestWriteFile(t *testing.T) {
 		}
 		d.Why = "again"
 	}
-	text, err := os.ReadFile(filepath.Join(dir, "rank1.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, filepath.Join(dir, "rank1.json"))
 	var got analysis.Snapshot
 	if err := json.Unmarshal(text, &got); err != nil || !reflect.DeepEqual(&got, d) {
 		t.Errorf("got %+v, error %v, want the second dump", got, err)

@@ -627,10 +627,7 @@ func TestOtherUser(t *testing.T) {
 	}
 	defer l.Close()
 	// The test binary is copied to a directory where the other user can run it.
-	self, err := os.ReadFile("/proc/self/exe")
-	if err != nil {
-		t.Fatal(err)
-	}
+	self := testnet.ReadFile(t, "/proc/self/exe")
 	program := filepath.Join(dir, "client")
 	if err := errors.Join(os.WriteFile(program, self, 0o755), os.Chmod(dir, 0o755),
 		os.Chmod(path, 0o777)); err != nil {

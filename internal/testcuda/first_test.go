@@ -8,25 +8,22 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestFirstMinutes checks that scripts/gpu-first.sh writes a line for each of its steps if every program
 // fails, and skips the steps for which no time is left.
 func TestFirstMinutes(t *testing.T) {
 	script := filepath.Join("..", "..", "scripts", "gpu-first.sh")
-	text, err := os.ReadFile(script)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, script)
 	var want []string
 	for _, step := range regexp.MustCompile(`(?m)^\tstep "([^"]+)"`).FindAllStringSubmatch(string(text), -1) {
 		want = append(want, step[1])
 	}
 	dir := t.TempDir()
 	for _, name := range []string{"hvdrun", "hvdbench", "nccl.test", "conformance.test", "python"} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\nexit 7\n"), 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testnet.WriteScript(t, filepath.Join(dir, name), "#!/bin/sh\nexit 7\n")
 	}
 	packed := filepath.Join(dir, "gpu.tgz")
 	if out, err := exec.Command("tar", "-czf", packed, "-C", dir, "hvdrun", "hvdbench", "nccl.test",
@@ -40,10 +37,7 @@ func TestFirstMinutes(t *testing.T) {
 		if text, err := cmd.CombinedOutput(); err != nil {
 			t.Fatalf("part %s: %v: %s", part, err, text)
 		}
-		result, err := os.ReadFile(filepath.Join(out, "result"))
-		if err != nil {
-			t.Fatal(err)
-		}
+		result := testnet.ReadFile(t, filepath.Join(out, "result"))
 		for line := range strings.Lines(string(result)) {
 			all = append(all, strings.TrimSpace(line))
 		}

@@ -57,6 +57,29 @@ func Listen(t testing.TB) net.Listener {
 	return ln
 }
 
+// WriteFile writes a file that only this user can read.
+func WriteFile(t testing.TB, path, text string) { writeFile(t, path, text, 0o600) }
+
+// WriteScript writes a program that only this user can run.
+func WriteScript(t testing.TB, path, text string) { writeFile(t, path, text, 0o700) }
+
+func writeFile(t testing.TB, path, text string, mode os.FileMode) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(text), mode); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// ReadFile returns what is in a file.
+func ReadFile(t testing.TB, path string) []byte {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
 // SocketPair returns the descriptors of two Unix sockets that are connected to each other. The caller closes
 // them.
 func SocketPair(t testing.TB) [2]int {

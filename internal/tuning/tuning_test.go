@@ -17,6 +17,7 @@ import (
 
 	"github.com/gohvd/gohvd/autotune"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/tuning"
 )
 
@@ -271,9 +272,7 @@ func TestCloseInTheMiddle(t *testing.T) {
 func TestFiles(t *testing.T) {
 	dir := t.TempDir()
 	broken := filepath.Join(dir, "broken.json")
-	if err := os.WriteFile(broken, []byte(`{"version": 9}`), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, broken, `{"version": 9}`)
 	missing, foreign, refused := filepath.Join(dir, "missing.json"), filepath.Join(dir, "link"), ""
 	if err := os.Symlink(missing, foreign); err != nil {
 		t.Fatal(err)

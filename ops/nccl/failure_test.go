@@ -227,9 +227,7 @@ func TestCloseWithWork(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("Close waits for the work")
 	}
-	if err := os.WriteFile(held, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteFile(t, held, "")
 	if err := d.Free(buf); err != nil { // waits for the work
 		t.Error(err)
 	}

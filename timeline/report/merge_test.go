@@ -15,6 +15,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // traceEvent is an event in the Chrome trace format.
@@ -38,10 +40,7 @@ func merged(t *testing.T, j *Job) []byte {
 	if _, err := j.Merge(t.Context(), out); err != nil {
 		t.Fatal(err)
 	}
-	text, err := os.ReadFile(out)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, out)
 	return text
 }
 
@@ -114,10 +113,7 @@ func TestMerge(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		text, err := os.ReadFile(out)
-		if err != nil {
-			t.Fatal(err)
-		}
+		text := testnet.ReadFile(t, out)
 		if strings.HasSuffix(name, ".gz") {
 			z, err := gzip.NewReader(bytes.NewReader(text))
 			if err != nil {
@@ -199,10 +195,7 @@ func TestMergeReplacesOnlyFiles(t *testing.T) {
 			t.Errorf("%s: got %v, %v, want it as it was", filepath.Base(path), info, err)
 		}
 	}
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, file)
 	checkTrace(t, text)
 	if info, err := os.Stat(os.DevNull); err != nil || info.Mode().IsRegular() {
 		t.Errorf("got %v, %v", info, err)
@@ -277,10 +270,7 @@ func TestMergeRepairs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text, err := os.ReadFile(out)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, out)
 	threads, _ := checkTrace(t, text)
 	x := threads[lane{0, 1}]
 	if len(x) != 4 || *x[0].Ts != 620 || *x[3].Ts != 620 || sum.LeftOut != 1 ||

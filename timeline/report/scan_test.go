@@ -14,6 +14,7 @@ import (
 	"testing/iotest"
 
 	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline"
 )
 
@@ -130,10 +131,7 @@ func TestFilesThatAreNone(t *testing.T) {
 	whole.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
 		tensors: []testTensor{{name: "x", submitted: 10}}})
 	good := whole.end(100, 0)
-	packed, err := os.ReadFile(put(t, dir, "good.json.gz", good))
-	if err != nil {
-		t.Fatal(err)
-	}
+	packed := testnet.ReadFile(t, put(t, dir, "good.json.gz", good))
 	for name, c := range map[string]struct{ text, want string }{
 		"empty":     {"", "byte 0: the file ends before the closing ]"},
 		"text":      {"hello", "byte 0: invalid character 'h' at start of value: want the JSON array"},

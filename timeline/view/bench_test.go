@@ -11,6 +11,7 @@ import (
 
 	"github.com/chromedp/chromedp"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
@@ -53,10 +54,7 @@ func BenchmarkRead(b *testing.B) {
 
 // peakMemory returns the most memory that this process has had, in MiB.
 func peakMemory(b *testing.B) float64 {
-	text, err := os.ReadFile("/proc/self/status")
-	if err != nil {
-		b.Fatal(err)
-	}
+	text := testnet.ReadFile(b, "/proc/self/status")
 	_, rest, _ := strings.Cut(string(text), "VmHWM:")
 	var kib float64
 	if _, err := fmt.Sscan(rest, &kib); err != nil {

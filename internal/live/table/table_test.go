@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/live"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -201,10 +202,7 @@ func TestScreens(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	want, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	want := testnet.ReadFile(t, file)
 	if got := b.String(); got != string(want) {
 		gotLines, wantLines := strings.Split(got, "\n"), strings.Split(string(want), "\n")
 		for i, line := range gotLines {

@@ -170,10 +170,7 @@ func TestDeath(t *testing.T) {
 
 // accessTo returns how a process has mapped shared memory of at least n bytes, or "".
 func accessTo(t *testing.T, pid, n int) string {
-	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	maps := testnet.ReadFile(t, fmt.Sprintf("/proc/%d/maps", pid))
 	for line := range strings.Lines(string(maps)) {
 		var from, to int
 		var access string
@@ -194,10 +191,7 @@ func TestManyConnections(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		maps, err := os.ReadFile("/proc/self/maps")
-		if err != nil {
-			t.Fatal(err)
-		}
+		maps := testnet.ReadFile(t, "/proc/self/maps")
 		return len(files), strings.Count(string(maps), "memfd:")
 	}
 	var descriptors, mappings int
@@ -262,9 +256,7 @@ func TestRequests(t *testing.T) {
 // Open reports what is wrong with the sidecar that it should use.
 func TestOpenFails(t *testing.T) {
 	script := filepath.Join(t.TempDir(), "hvdd")
-	if err := os.WriteFile(script, []byte("#!/bin/sh\necho no license >&2\nexit 3\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testnet.WriteScript(t, script, "#!/bin/sh\necho no license >&2\nexit 3\n")
 	silent := filepath.Join(t.TempDir(), "socket")
 	l, err := net.Listen("unix", silent)
 	if err != nil {

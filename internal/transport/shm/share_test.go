@@ -413,10 +413,7 @@ func TestNothingIsLeft(t *testing.T) {
 // mappings returns the number of mappings in this process that belong to memfds of gohvd.
 func mappings(t *testing.T) int {
 	t.Helper()
-	text, err := os.ReadFile("/proc/self/maps")
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := testnet.ReadFile(t, "/proc/self/maps")
 	return strings.Count(string(text), "/memfd:gohvd-")
 }
 
