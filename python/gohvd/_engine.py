@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _exit, _library
 from ._library import (
-    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, DUPLICATE_NAME, GATHER, INTERNAL, JOIN, KIND_NAMES,
-    NO_HANDLE, PENDING, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
+    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, INTERNAL, JOIN, KIND_NAMES, NO_HANDLE, PENDING,
+    RECV, REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
 )  # fmt: skip
 from .exceptions import HorovodInternalError, InitError, LibraryError, NotInitializedError
 
@@ -54,7 +54,8 @@ _LOOK_SECONDS = 0.05
 
 # The name of a blocking operation to which the program has given none. Ranks match unnamed operations in the order of the
 # calls, so a program has at most one of a kind in flight, also if it has several threads. One name for all stays in the
-# response cache. The library names all other unnamed operations noname.1, noname.2 and so on.
+# response cache, and only one thread at a time uses it (Turn). The library names all other unnamed operations noname.1,
+# noname.2 and so on.
 SYNC_NAME = "noname.0"
 
 # Operations whose result has the shape of the tensor.
@@ -200,16 +201,38 @@ _TENSORS = _HANDLE + 1
 _INPUT, _OUTPUT = _TENSORS + _library.Tensor.input.offset // 8, _TENSORS + _library.Tensor.output.offset // 8
 _TENSOR_WORDS = ctypes.sizeof(_library.Tensor) // 8
 
+
+class Turn:
+    """Lets threads run operations with the same name one after the other. A thread holds the lock while it runs one. The last
+    one may still be in flight if an exception of a signal handler has ended the wait for it, or if a signal handler calls the
+    engine during the wait.
+    """
+
+    __slots__ = ("lock", "words")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.words: Sequence[int] | memoryview = [0] * _TENSORS
+        """Those of the slot of the last operation."""
+
+    def settle(self) -> None:
+        """Waits until the last operation is done, so that its name is free."""
+        handle, index = _library.Handle(self.words[_HANDLE]), ctypes.c_size_t()
+        while waiting.hvd_wait_any(handle, 1, SLICE, index) == PENDING:
+            pass
+
+
 class Slot:
     """An operation in the form that the library wants, and its handle while it is in flight. One call at a time uses a
     slot.
     """
 
-    __slots__ = ("memory", "words", "at", "handle_at", "address", "arrays", "home", "outputs", "tells")
+    __slots__ = ("memory", "words", "at", "handle_at", "address", "arrays", "home", "outputs", "tells", "turn")
 
     def __init__(
         self, op: Operation, name: str | None, set_id: int, shapes: Sequence[Shape], codes: Sequence[Code],
         outputs: Sequence[Shape] | None, device: int, home: list[Slot],
+        turn: Turn | None,
     ) -> None:  # fmt: skip
         text = b"" if name is None else _full_name(op, name).encode() + b"\0"
         dims = sum(map(len, shapes))
@@ -233,6 +256,8 @@ class Slot:
         """
         self.tells = outputs is None or op.kind in _TELLING
         """Whether the library tells more than the elements of the results."""
+        self.turn = turn
+        """What the operation shares with others of its name, if that is SYNC_NAME."""
         c = _library.Op.from_buffer(self.memory)
         c.size, c.kind, c.process_set, c.device = ctypes.sizeof(c), op.kind, set_id, device
         if op.kind in (ALLREDUCE, REDUCE, REDUCESCATTER):
@@ -586,9 +611,7 @@ class Engine:
         self._sets: dict[int, ProcessSet] = {}
         self._registered: list[ProcessSet] = []  # several objects may stand for one process set of the job
         self._slots: dict[tuple, list[Slot]] = {}
-        # Operations named SYNC_NAME that have taken longer than a SLICE: their keys, and their calls. A thread waits for
-        # each, unless an exception of a signal handler has ended the wait.
-        self._long: list[tuple[tuple, Call]] = []
+        self._turns: dict[tuple[int, int], Turn] = {}  # of SYNC_NAME, by process set and kind
         self._warned: set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
@@ -742,7 +765,6 @@ class Engine:
                     s._invalidate()
                 self._registered = []
                 self._sets = {}
-                self._long = []
                 self._slots = {}  # a process set with the same number may have other ranks in the next job
                 for f in self.at_shutdown:
                     f()
@@ -771,6 +793,7 @@ class Engine:
         global _finishing
         _finishing = threading.RLock()
         self._lock = threading.RLock()
+        self._slots, self._turns = {}, {}
         self._joining = self._launched = False  # operations of the parent are not those of this process
 
     def initialized(self) -> bool:
@@ -845,6 +868,8 @@ class Engine:
                 other._invalidate()
                 self._registered.remove(other)
             self._slots = {}  # the object may stand for another set later
+            for kind in ALLREDUCE, ALLGATHER:
+                self._turns.pop((number, kind), None)
         return True
 
     def set_id(self, s: ProcessSet, what: str) -> int:
@@ -897,7 +922,7 @@ class Engine:
         shapes gives them so that results on a CUDA device need not be allocated while the other ranks wait. If a result
         turns out to have another size, the operation fails.
 
-        If the name is SYNC_NAME, a caller that waits runs the operation after the one of this kind that another thread runs.
+        If the name is SYNC_NAME, the caller waits. Then the threads run the operations of this kind one after the other.
         If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
         """
         if abandoned:
@@ -924,45 +949,14 @@ class Engine:
                 slot.words[_INPUT] = slot.words[_OUTPUT] = slot.address = address
             slot.arrays = results = (x,)
         if wait:
-            into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
-            call = None
-            try:
-                if begun is not None:
-                    slot.words[_HANDLE] = _NOT_SUBMITTED
-                    begun.append(None)
-                status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
-                if status:
-                    if status == DUPLICATE_NAME and name is SYNC_NAME:
-                        status = self._run_next(slot, into, _sync_key(op, process_set))
-                    if status == PENDING:
-                        call = Call(slot, slot.words[_HANDLE], results, take, completion)
-                        if name is SYNC_NAME:
-                            self._long.append((_sync_key(op, process_set), call))
-                        call.settle()
-            except BaseException:  # of a signal handler
-                call = call or Call(slot, slot.words[_HANDLE], results, take, completion)
-                if begun:
-                    if call.number == _NOT_SUBMITTED:
-                        begun.clear()
-                    else:
-                        begun[0] = call
-                if name is SYNC_NAME and call.handle():
-                    self._long.append((_sync_key(op, process_set), call))
-                raise
-            if call is None:
-                slot.arrays = None
-                if status != SUCCESS:
-                    error = _error(status, completion)
-                    if begun is not None and isinstance(error, ValueError):  # the call is wrong, so it was not submitted
-                        begun.clear()
-                    raise error
-                slot.home.append(slot)
-                if take is None and completion is None:
-                    return results[0]
-                call = Call(None, 0, results, take, completion)
-            elif name is SYNC_NAME:
-                self._forget((_sync_key(op, process_set), call))
-            return call.wait()
+            turn = slot.turn
+            if turn is None:
+                return self._run(slot, results, take, completion, begun)
+            with turn.lock:
+                if turn.words[_HANDLE]:
+                    turn.settle()
+                turn.words = slot.words
+                return self._run(slot, results, take, completion, begun)
         if used is not None:
             slot.words[_HANDLE] = 0
             used.append(slot)
@@ -975,24 +969,41 @@ class Engine:
             raise call.error
         return call
 
-    def _run_next(self, slot: Slot, into: int | None, key: tuple) -> int:
-        """Runs an operation named SYNC_NAME after the one of the same key that has the name. It returns the status."""
-        for _ in range(1000):
-            entries = [entry for entry in self._long if entry[0] == key]
-            for entry in entries:
-                entry[1].settle()
-                self._forget(entry)
-            if not entries:  # it has not taken a SLICE yet
-                time.sleep(0.001)
+    def _run(
+        self, slot: Slot, results: Sequence[A] | None, take: Callable[[Call[A]], Any] | None,
+        completion: Completion[A] | None, begun: list[Call[A] | None] | None,
+    ) -> Any:  # fmt: skip
+        """Runs an operation, waits until it is done, and returns what the method wait of the call returns."""
+        into = None if completion is None or completion.result is None else ctypes.addressof(completion.result)
+        call = None
+        try:
+            if begun is not None:
+                slot.words[_HANDLE] = _NOT_SUBMITTED
+                begun.append(None)
             status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, into)
-            if status != DUPLICATE_NAME:
-                break
-        return status
-
-    def _forget(self, entry: tuple[tuple, Call]) -> None:
-        """Removes an entry from those that are long, unless another thread has done so."""
-        with contextlib.suppress(ValueError):
-            self._long.remove(entry)
+            if status == PENDING:
+                call = Call(slot, slot.words[_HANDLE], results, take, completion)
+                call.settle()
+        except BaseException:  # of a signal handler
+            call = call or Call(slot, slot.words[_HANDLE], results, take, completion)
+            if begun:
+                if call.number == _NOT_SUBMITTED:
+                    begun.clear()
+                else:
+                    begun[0] = call
+            raise
+        if call is None:
+            slot.arrays = None
+            if status != SUCCESS:
+                error = _error(status, completion)
+                if begun is not None and isinstance(error, ValueError):  # the call is wrong, so it was not submitted
+                    begun.clear()
+                raise error
+            slot.home.append(slot)
+            if take is None and completion is None:
+                return results[0]
+            call = Call(None, 0, results, take, completion)
+        return call.wait()
 
     def _prepare(
         self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any,
@@ -1030,7 +1041,8 @@ class Engine:
             slot = home.pop()
         except IndexError:
             known = self._outputs(op, shapes, process_set) if outputs is None else outputs
-            slot = Slot(op, name, set_id, shapes, codes, known, device, home)
+            turn = self._turns.setdefault((set_id, op.kind), Turn()) if name is SYNC_NAME else None
+            slot = Slot(op, name, set_id, shapes, codes, known, device, home, turn)
         words = slot.words
         if stream is not None:
             words[_STREAM] = fw.handle(stream)
@@ -1164,10 +1176,6 @@ _no_arrays = _NoArrays()
 def _settled(call: Call[A]) -> Call[A]:
     call.results()
     return call
-
-
-def _sync_key(op: Operation, process_set: ProcessSet) -> tuple:
-    return op.kind, op.grouped, process_set.process_set_id
 
 
 def check_root(root: int, process_set: ProcessSet, kind: int = BROADCAST) -> None:

@@ -30,7 +30,7 @@ if the thread must wait for a processor.
 """
 
 SUCCESS = 0
-_USAGE, DUPLICATE_NAME, _MISMATCH, _PEER, _NOT_INITIALIZED, INTERNAL, NO_HANDLE, _FORKED = 1, 2, 3, 4, 7, 9, 10, 11
+_USAGE, _DUPLICATE_NAME, _MISMATCH, _PEER, _NOT_INITIALIZED, INTERNAL, NO_HANDLE, _FORKED = 1, 2, 3, 4, 7, 9, 10, 11
 PENDING = 12
 
 # The kinds of operations.
@@ -394,7 +394,7 @@ def error(status: int) -> Exception:
     told = told or status == _PEER or quick.hvd_check() != SUCCESS
     if status == _USAGE:
         return ValueError(text)
-    if status == DUPLICATE_NAME:
+    if status == _DUPLICATE_NAME:
         return ValueError(
             f'hvd: {operation.decode()} "{tensor.decode()}": a tensor with the same name as another tensor that is '
             "currently being processed, or whose handle was not synchronized; use another name, or synchronize first"

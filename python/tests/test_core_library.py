@@ -103,9 +103,13 @@ class InTheJob(programs.Bounded):
         self.assertEqual(failures, [])
 
     def test_unnamed_in_threads(self) -> None:
-        """Rank 0 runs its unnamed operations in other threads than the other ranks. Some take longer than a SLICE."""
+        """Rank 0 runs its unnamed operations in other threads than the other ranks. Some take longer than a SLICE. A thread
+        calls the library only once for each.
+        """
         hvd.init()
         results: list[float] = []
+        submitted: list[None] = []
+        run = _library.waiting.hvd_run
 
         def work() -> None:
             for _ in range(40):
@@ -113,15 +117,66 @@ class InTheJob(programs.Bounded):
                     time.sleep(1.5)  # a thread of rank 0 waits for this rank, and the others wait for that thread
                 results.append(float(hvd.allreduce([1.0], op=hvd.Sum)[0]))
 
+        def counted(*args: Any) -> int:
+            submitted.append(None)
+            return run(*args)
+
         threads = [threading.Thread(target=work) for _ in range(4)]
-        for t in threads:
-            if hvd.rank() == 0:
-                t.start()
-            else:
-                work()
-        for t in threads if hvd.rank() == 0 else []:
-            t.join()
+        with unittest.mock.patch.object(_library.waiting, "hvd_run", counted):
+            for t in threads:
+                if hvd.rank() == 0:
+                    t.start()
+                else:
+                    work()
+            for t in threads if hvd.rank() == 0 else []:
+                t.join()
         self.assertEqual(results, [float(hvd.size())] * 160)
+        self.assertEqual(len(submitted), 160)
+
+    def test_unnamed_in_signal_handlers(self) -> None:
+        """A signal handler runs an unnamed operation while its thread waits for one, or for the one of another thread. Then
+        an exception of a handler ends the wait for that thread.
+        """
+        hvd.init()
+        results: list[float] = []
+
+        def run(*_: Any) -> None:
+            results.append(float(hvd.allreduce([1.0], op=hvd.Sum)[0]))
+
+        def fail(*_: Any) -> None:
+            raise InterruptedError
+
+        other = threading.Thread(target=run)
+        before = signal.signal(signal.SIGALRM, run)
+        for turn in range(2):
+            if hvd.rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                if turn:
+                    other.start()
+                run()
+                while len(results) < 2 + turn * 3:  # the operations may be done before the signal comes
+                    time.sleep(0.01)
+            else:
+                time.sleep(0.5)
+                for _ in range(2 + turn):
+                    run()
+        signal.signal(signal.SIGALRM, fail)
+        if hvd.rank() == 0 and hvd.size() > 1:
+            begun, call = threading.Event(), _library.waiting.hvd_run
+            other = threading.Thread(target=run)
+            with unittest.mock.patch.object(_library.waiting, "hvd_run", lambda *args: begun.set() or call(*args)):
+                other.start()
+                begun.wait()
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            self.assertRaises(InterruptedError, run)
+            hvd.barrier()
+            other.join()
+        else:
+            hvd.barrier()
+            run()
+        run()
+        signal.signal(signal.SIGALRM, before)
+        self.assertEqual(results, [float(hvd.size())] * 7)
 
     def outcomes(self, wait: Callable[[Any], None]) -> None:
         """Calls wait for operations that succeed and one that fails. Afterwards their outcomes must be known."""
