@@ -318,14 +318,16 @@ func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	if err == nil {
 		return nil
 	}
-	if c.number > 0 { // as in Submit, the next call gets the number
-		c.Set.unnamed[c.Kind].CompareAndSwap(c.number, c.number-1)
-	}
 	var (
 		duplicate *tensorqueue.DuplicateNameError
 		op        *engine.OpError
 	)
-	if errors.As(err, &op) && (errors.As(err, &duplicate) || errors.Is(err, engine.ErrNoProcessSet)) {
+	inUse := errors.As(err, &duplicate)
+	// As in Submit, the next call gets the number, unless the program uses the name.
+	if c.number > 0 && !inUse {
+		c.Set.unnamed[c.Kind].CompareAndSwap(c.number, c.number-1)
+	}
+	if errors.As(err, &op) && (inUse || errors.Is(err, engine.ErrNoProcessSet)) {
 		return &engine.UsageError{Op: op.Op, Tensor: op.Tensor, Err: op.Err}
 	}
 	return err

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"testing"
 
@@ -61,25 +60,27 @@ func TestFirstErrorOfInit(t *testing.T) {
 	}
 }
 
-// full is a Remote that refuses its first operation. It records the names of all.
+// full is a Remote that refuses its first operations with errs. It records the names of all.
 type full struct {
 	Remote
 	names []string
+	errs  []error
 }
 
 func (f *full) Queue(entries ...*tensorqueue.Entry) error {
 	f.names = append(f.names, entries[0].Request.Name)
-	if len(f.names) == 1 {
-		return errors.New("64512 operations are in flight")
+	if n := len(f.names); n <= len(f.errs) {
+		return f.errs[n-1]
 	}
 	return nil
 }
 
-// TestNameAfterRefusal checks that an unnamed call that only this rank refuses does not change later names.
+// TestNameAfterRefusal checks that an unnamed call that only this rank refuses does not change later names,
+// unless the program uses its name.
 func TestNameAfterRefusal(t *testing.T) {
-	f := new(full)
+	f := &full{errs: []error{errors.New("64512 operations are in flight"), new(tensorqueue.DuplicateNameError)}}
 	r := NewRemote(Joined{Place: topo.Topology{Size: 1}}, f)
-	for i := range 3 {
+	for i := range 4 {
 		c := NewCall(message.Allreduce, tensor.Float32)
 		c.Rank = r
 		if err := c.Check(); err != nil {
@@ -87,11 +88,13 @@ func TestNameAfterRefusal(t *testing.T) {
 		}
 		e := new(tensorqueue.Entry)
 		c.Fill(e)
-		if err := c.Submit(e); (err != nil) != (i == 0) {
+		if err := c.Submit(e); (err != nil) != (i < 2) {
 			t.Errorf("call %d: got %v", i, err)
 		}
 	}
-	if want := []string{"allreduce.noname.1", "allreduce.noname.1", "allreduce.noname.2"}; !slices.Equal(f.names, want) {
-		t.Errorf("got %q, want %q", f.names, want)
+	for i, number := range []int{1, 1, 2, 3} {
+		if want := fmt.Sprint("allreduce.noname.", number); f.names[i] != want {
+			t.Errorf("call %d: got %q, want %q", i, f.names[i], want)
+		}
 	}
 }
