@@ -300,13 +300,17 @@ class Collectives(Ranks):
         self.equal(x, float(self.size))
 
     def test_interrupted_submission(self) -> None:
-        """A signal handler raises an exception just before a call is submitted, which then does not count."""
+        """A signal handler raises an exception before a call is submitted, which then does not count."""
         if not hasattr(dist.AllreduceOptions(), "asyncOp"):
             self.skipTest("needs options with asyncOp")
         x = torch.ones(2)
         dist.all_reduce(x)
         if self.rank == 0:
             with mock.patch.object(_engine.waiting, "hvd_run", side_effect=InterruptedError):
+                self.assertRaises(InterruptedError, dist.all_reduce, x)
+            group = dist.group.WORLD._get_backend(torch.device("cpu"))
+            last = mock.MagicMock(wraps=group._last, __setitem__=mock.Mock(side_effect=InterruptedError))
+            with mock.patch.object(group, "_last", last):
                 self.assertRaises(InterruptedError, dist.all_reduce, x)
         dist.all_reduce(x)
         self.equal(x, float(self.size**2))

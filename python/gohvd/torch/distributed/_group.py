@@ -243,13 +243,15 @@ class Calls:
             self._check_valid(what)
         how = _how(kind, reduce_op, root, (), opts.timeout, self._timeout, 0 if self._at_end else _engine.AT_LAUNCH)
         outputs = None if target is None or target is source else (target.shape,)
-        with self._lock:
-            slot = self._free_name()
-            self._calls = number = self._calls + 1
-            self._last[slot] = None
+        number = -1
         begun: list[Call | None] = []
         take = Call.results if target is None else None  # an operation without a target has no result
         try:
+            with self._lock:
+                slot = self._free_name()
+                number = self._calls + 1
+                self._calls = number
+                self._last[slot] = None
             _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, take, True, outputs, begun)
             return DONE
         except BaseException as e:
