@@ -102,11 +102,11 @@ func TestFailedShutdown(t *testing.T) {
 	}
 }
 
-// TestFailedShutdownEndsInit fails a process whose Init begins while a failed Shutdown is in progress.
+// TestFailedShutdownEndsInit fails a process whose Init begins while a failed Shutdown is in progress. A
+// later Init gets another sidecar.
 func TestFailedShutdownEndsInit(t *testing.T) {
 	l := newLibrary(t, hvdd(t))
 	end := l.joining.stop() // as a Shutdown that waits for l.changing, which Init gets first
-	defer end()
 	for _, sidecar := range []string{"", "spawn"} {
 		h := l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": "file://" + filepath.Join(t.TempDir(), "job"),
 			"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HVD_SIDECAR": sidecar}})
@@ -114,6 +114,9 @@ func TestFailedShutdownEndsInit(t *testing.T) {
 			t.Errorf("sidecar %q: got %v, want context.Canceled", sidecar, err)
 		}
 	}
+	end()
+	must(t, l, l.Init(InitOptions{Settings: map[string]string{"HVD_SIZE": "1", "HVD_SIDECAR": "spawn"}}))
+	must(t, l, l.Shutdown("", false))
 }
 
 // TestFailedInitEndsID checks that the store of a unique id ends after the Init by the id has failed.

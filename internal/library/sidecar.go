@@ -45,7 +45,7 @@ func (s *sidecars) open(op string, settings map[string]string) (c *client.Client
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if c := s.byAddress[address]; c != nil {
-		if c.Over() == nil {
+		if !c.Ending() {
 			return c, nil
 		}
 		delete(s.byAddress, address)

@@ -75,7 +75,7 @@ type Client struct {
 	using sync.RWMutex
 
 	writing sync.Mutex             // held while a frame is written
-	reason  atomic.Pointer[string] // why this end has ended the connection
+	reason  atomic.Pointer[string] // why the connection is ending
 	later   later
 	running sync.WaitGroup // the goroutines of the client
 	ended   chan struct{}  // closed when all operations have ended after the end of the connection
@@ -242,7 +242,10 @@ func (c *Client) Check() error {
 	return c.job.why
 }
 
-// Over returns why the connection has ended, or nil. After that, only Close is of use.
+// Ending reports whether the connection has ended, or is about to. After that, only Close is of use.
+func (c *Client) Ending() bool { return c.reason.Load() != nil || c.Over() != nil }
+
+// Over returns why the connection has ended, or nil.
 func (c *Client) Over() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -260,11 +263,8 @@ func (c *Client) shut() { _ = unix.Shutdown(c.fd, unix.SHUT_RDWR) }
 
 // end ends all operations and requests, after the connection has ended because of err.
 func (c *Client) end(err error) {
-	reason := err.Error()
-	if given := c.reason.Load(); given != nil {
-		reason = *given
-	}
-	c.shut()
+	c.fail(err.Error())
+	reason := *c.reason.Load()
 	c.mu.Lock()
 	closed := c.closed
 	c.mu.Unlock()

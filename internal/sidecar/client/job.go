@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"strings"
@@ -115,17 +116,16 @@ func (c *Client) Init(ctx context.Context, environ []string, given map[string]st
 		c.job = j
 	}
 	c.mu.Unlock()
+	stop := c.failAfter(ctx, "this process has failed while it joined the job")
 	r, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Init{Init: q}}, -1)
+	stop()
 	ready := r.GetReady()
 	if err == nil && ready == nil {
 		err = errors.New("init: the answer of the sidecar does not say which rank this is")
 	}
 	if err != nil {
-		if ctx.Err() != nil {
-			c.fail("the process has failed while it joined the job")
-		}
 		c.leave(j) // it has no effect if the process was in a job before
-		return nil, err
+		return nil, cmp.Or(ctx.Err(), err)
 	}
 	joined := rank.Joined{Epoch: ready.GetEpoch(), Homogeneous: ready.GetHomogeneous(), Place: topo.Topology{
 		Rank: int(ready.GetRank()), Size: int(ready.GetSize()),
@@ -149,15 +149,16 @@ func (c *Client) leave(j *job) {
 }
 
 // Shutdown makes the rank leave the job. It returns when all its operations have ended. If the job has
-// failed, it returns the reason, and the rank has left the job nevertheless. If why.Failed is set, the
-// process may be at its end. So Shutdown then waits only for a limited time for a sidecar that is stopped,
-// and ends the connection, with which all other waits end.
+// failed, it returns the reason, and the rank has left the job nevertheless. If why.Failed is set, it is the
+// last request of this process (see last).
 func (c *Client) Shutdown(ctx context.Context, why engine.Departure) error {
 	if why.Failed {
-		limited, cancel := context.WithTimeout(ctx, failTime)
-		defer cancel()
-		ctx = limited
+		return c.last(ctx, "shutdown", func(ctx context.Context) error { return c.shutdown(ctx, why) })
 	}
+	return c.shutdown(ctx, why)
+}
+
+func (c *Client) shutdown(ctx context.Context, why engine.Departure) error {
 	c.mu.Lock()
 	j := c.job
 	if j == nil {
@@ -172,9 +173,6 @@ func (c *Client) Shutdown(ctx context.Context, why engine.Departure) error {
 		Shutdown: &sidecarpb.Shutdown{Reason: why.Reason, Failed: why.Failed}}}, -1)
 	if ctx.Err() == nil {
 		c.Drive(ctx, nil, func() bool { return c.calls.none() })
-	}
-	if why.Failed && ctx.Err() != nil {
-		c.fail("it has not left the job in time")
 	}
 	c.leave(j)
 	c.plans.clear(c)

@@ -4,16 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
-
-// failTime is how long a process that has failed waits for the answer of the sidecar, which needs at most 5 s
-// to leave a job.
-const failTime = 10 * time.Second
 
 // Node is the place of a node of a parameter server.
 type Node struct {
@@ -60,14 +55,13 @@ func (c *Client) Finalize(ctx context.Context, barrier bool) error {
 }
 
 // FailNode leaves the job of the parameter server because the program has failed. It also ends a Finalize in
-// progress. A process calls it at its end, so FailNode waits only for a limited time, also for a sidecar that
-// is stopped.
+// progress. It is the last request of this process (see last).
 func (c *Client) FailNode(ctx context.Context, reason string) error {
-	ctx, cancel := context.WithTimeout(ctx, failTime)
-	defer cancel()
-	_, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Finalize{
-		Finalize: &sidecarpb.Finalize{Failure: reason}}}, -1)
-	return err
+	return c.last(ctx, "fail", func(ctx context.Context) error {
+		_, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Finalize{
+			Finalize: &sidecarpb.Finalize{Failure: reason}}}, -1)
+		return err
+	})
 }
 
 // Exchange is a push, a pull, or a push and then a pull of the same keys.

@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protowire"
@@ -336,17 +337,58 @@ func TestFailWithoutAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.fd, c.job = pair[0], new(job)
+	c.name = "the sidecar"
 	synctest.Test(t, func(t *testing.T) { // without a limit, it panics because all goroutines wait
-		if err := c.FailNode(t.Context(), "its file is damaged"); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("node: got %v, want %v", err, context.DeadlineExceeded)
-		}
 		err := c.Shutdown(t.Context(), engine.Departure{Reason: "KeyError: 1", Failed: true})
-		if !errors.Is(err, context.DeadlineExceeded) || c.job != nil || c.reason.Load() == nil {
-			t.Errorf("rank: got %v, job %v, want %v and the end of the connection", err, c.job, context.DeadlineExceeded)
+		if want := "hvd: shutdown: the sidecar has not answered for 10s"; err == nil || err.Error() != want || c.job != nil ||
+			!c.Ending() {
+			t.Errorf("got %v, job %v, want %s and the end of the connection", err, c.job, want)
 		}
 	})
 	if err := errors.Join(c.ring.segment.Close(), unix.Close(pair[0]), unix.Close(pair[1])); err != nil {
 		t.Error(err)
+	}
+}
+
+// A process that has failed ends its waits if another thread waits for room in the socket.
+func TestFailWithoutRoom(t *testing.T) {
+	for name, f := range map[string]func(*Client, context.Context) error{
+		"node": func(c *Client, ctx context.Context) error { return c.FailNode(ctx, "its file is damaged") },
+		"rank": func(c *Client, ctx context.Context) error {
+			return c.Shutdown(ctx, engine.Departure{Failed: true})
+		},
+		"init": func(c *Client, ctx context.Context) error { _, err := c.Init(ctx, nil, nil, nil); return err },
+	} {
+		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, err := newClient(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.fd = pair[0]
+		if name == "rank" {
+			c.job = new(job)
+		}
+		each(t, 2, func(r int) {
+			if r == 0 {
+				_ = c.write(make([]byte, 1<<24), -1) // it fails in the end
+				return
+			}
+			for c.writing.TryLock() {
+				c.writing.Unlock()
+				runtime.Gosched()
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+			defer cancel()
+			if err := f(c, ctx); err == nil {
+				t.Errorf("%s: got no error", name)
+			}
+		})
+		if err := errors.Join(c.ring.segment.Close(), unix.Close(pair[0]), unix.Close(pair[1])); err != nil {
+			t.Error(err)
+		}
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protowire"
@@ -103,6 +104,35 @@ func (c *Client) request(ctx context.Context, q *sidecarpb.Request, fd int) (*si
 		return a.reply, a.err
 	case <-ctx.Done():
 		return nil, ctx.Err()
+	}
+}
+
+// failTime is how long a process that has failed waits for the answer of the sidecar, which needs at most 5 s
+// to leave a job.
+const failTime = 10 * time.Second
+
+// last calls f for the operation op, by which a process that has failed leaves its job. The process may be at
+// its end, and the sidecar may be stopped. So last ends the connection after failTime, and with it all waits.
+func (c *Client) last(ctx context.Context, op string, f func(context.Context) error) error {
+	ctx, cancel := context.WithTimeout(ctx, failTime)
+	defer cancel()
+	stop := c.failAfter(ctx, fmt.Sprintf("this process has failed and waited %v for an answer", failTime))
+	err := f(ctx)
+	stop()
+	if err != nil && ctx.Err() == context.DeadlineExceeded {
+		err = &DeadError{fmt.Sprintf("%s: %s has not answered for %v", op, c.name, failTime)}
+	}
+	return err
+}
+
+// failAfter ends the connection if ctx ends before the caller calls the function that it returns. That also
+// wakes threads that wait for room in the socket.
+func (c *Client) failAfter(ctx context.Context, reason string) (stop func()) {
+	stopped := context.AfterFunc(ctx, func() { c.fail(reason) })
+	return func() {
+		if !stopped() {
+			c.fail(reason) // so that the connection is ending when the caller returns
+		}
 	}
 }
 
