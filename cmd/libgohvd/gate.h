@@ -21,9 +21,8 @@ enum {
  * maybe after the packages of Go were initialized. */
 extern char *gohvd_path;
 
-/* The fdinfo file of the Go runtime's epoll instance. It lists the control connections, or nested epoll instances that
- * contain them. The socket to a sidecar is in neither, but the sidecar watches the process. gohvd_poller is an empty text
- * if the file is not known. */
+/* The fdinfo file of the Go runtime's epoll instance. It lists the control connections and the connection to a sidecar, or
+ * nested epoll instances that contain them. gohvd_poller is an empty text if the file is not known. */
 extern char gohvd_poller[64];
 
 /* gohvd_restore_limit undoes the change of the Go runtime to the limit of open files. */

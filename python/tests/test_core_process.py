@@ -299,6 +299,27 @@ class Process(programs.Programs):
         self.assertIn("status 0\n", out)
         self.assertIn("parent [6.]", out)
 
+    def test_forked_from_a_client(self) -> None:
+        """A forked process does not keep the connection to the sidecar, which notices its end when the parent dies."""
+        out = self.run_program(
+            """
+            import os, stat, sys
+            import gohvd.numpy as hvd
+            def sockets():
+                return [fd for fd in range(3, 1000) if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode)]
+            before = len(sockets())
+            hvd.init()
+            print("in the parent:", len(sockets()) - before, flush=True)
+            if os.fork() == 0:
+                print("in the child:", len(sockets()) - before, flush=True)
+                os._exit(0)
+            os.wait()
+            print("reduced", hvd.allreduce([7.0])[0])
+            """,
+            HVD_SIDECAR="spawn",
+        )
+        self.assertIn("in the parent: 1\nin the child: 0\nreduced 7.0", out)
+
     def test_submission_to_a_sidecar(self) -> None:
         """Other threads run while a submission waits for the sidecar, which must map new memory first."""
         out = self.run_program(

@@ -17,6 +17,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -65,6 +66,7 @@ type Config struct {
 type Client struct {
 	conn   *net.UnixConn // only until greetings were exchanged
 	fd     int           // of the socket afterwards
+	listed *os.File      // see list
 	name   string        // of the sidecar, in errors
 	child  *child        // nil if the client has not started the sidecar
 	began  map[string]string
@@ -159,8 +161,29 @@ func (c *Client) connect(ctx context.Context, cfg *Config) (err error) {
 	}
 	// Go's poller would be woken each time the sidecar reads a doorbell, because the socket has more room
 	// then. A thread that polls the socket only for data is not.
-	c.fd, err = dial.RawSocket(c.conn)
+	if c.fd, err = dial.RawSocket(c.conn); err != nil {
+		return err
+	}
+	if c.listed, err = list(c.fd); err != nil {
+		err = errors.Join(err, unix.Close(c.fd))
+	}
 	return err
+}
+
+// list puts a socket into an epoll instance that reports only its end, and puts that into Go's poller. There
+// libgohvd finds the sockets that a forked child closes.
+func list(fd int) (*os.File, error) {
+	epoll, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		return nil, err
+	}
+	if err = unix.EpollCtl(epoll, unix.EPOLL_CTL_ADD, fd, new(unix.EpollEvent)); err == nil {
+		err = unix.SetNonblock(epoll, true) // package os puts only such files into Go's poller
+	}
+	if err != nil {
+		return nil, errors.Join(err, unix.Close(epoll))
+	}
+	return os.NewFile(uintptr(epoll), "epoll"), nil
 }
 
 // greet checks who listens, and exchanges greetings.
@@ -211,7 +234,8 @@ func (c *Client) Close() error {
 	// The end of the connection has woken all waiters.
 	c.using.Lock()
 	defer c.using.Unlock()
-	errs := []error{unix.Close(c.fd), c.memory.close(), c.ring.segment.Close(), c.child.end()}
+	errs := []error{c.listed.Close(), unix.Close(c.fd), c.memory.close(), c.ring.segment.Close(),
+		c.child.end()}
 	for _, s := range c.maps {
 		errs = append(errs, s.Close())
 	}
