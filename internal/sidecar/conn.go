@@ -352,11 +352,11 @@ func (c *conn) drive() (came bool, err error) {
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
 
-// reply sends an answer or a notice to the client. If fd is not -1, reply also sends the descriptor fd.
-func (c *conn) reply(r *sidecarpb.Reply, fd int) {
-	if err := c.out.Send(r, fd); err != nil {
-		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid),
-			zap.Uint64("request", r.Id), zap.Error(err))
+// reply sends an answer to the client. If the answer cannot be encoded, reply disconnects the client, which
+// would wait for the answer without a limit. The caller must not hold mu.
+func (c *conn) reply(r *sidecarpb.Reply) {
+	if err := c.out.Send(r, -1); err != nil {
+		c.disconnect(fmt.Errorf("cannot encode the answer to request %d: %w", r.Id, err))
 	}
 }
 
@@ -370,7 +370,7 @@ func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	if err != nil {
 		r.Error = wire.Describe(err)
 	}
-	c.reply(r, -1)
+	c.reply(r)
 }
 
 // request handles one request. If it returns an error, the caller closes the connection.

@@ -173,7 +173,7 @@ func (o *operation) answer(err error) {
 	// the next operation.
 	c.ring.complete(o.id, r == nil)
 	if r != nil {
-		c.reply(r, -1)
+		c.reply(r)
 	}
 }
 
@@ -210,7 +210,7 @@ func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err 
 			return false, err
 		}
 		c.announced[number] = true
-		c.reply(notice, fd)
+		_ = c.out.Send(notice, fd) // it can be encoded, because it has no texts
 	}
 	for i, r := range a.Results {
 		if b := o.allocated[i]; b != nil {
@@ -227,7 +227,7 @@ func (c *conn) announceRemoval(number uint32) {
 	defer c.mu.Unlock()
 	if c.announced[number] {
 		delete(c.announced, number)
-		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{
-			DropArena: &sidecarpb.DropArena{Arena: number}}}, -1)
+		_ = c.out.Send(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{
+			DropArena: &sidecarpb.DropArena{Arena: number}}}, -1) // as in announce
 	}
 }

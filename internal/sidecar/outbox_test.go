@@ -6,8 +6,11 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -76,6 +79,17 @@ func TestOutbox(t *testing.T) {
 	o.Put([]byte{1}, -1)
 	if got := drain(t, far); len(got) != 0 {
 		t.Errorf("a closed outbox has sent %v", got)
+	}
+}
+
+// TestAnswerThatCannotBeEncoded checks that a client does not wait for such an answer.
+func TestAnswerThatCannotBeEncoded(t *testing.T) {
+	near, far := pair(t)
+	c := newConn(New(Config{Options: rank.Options{Log: zap.NewNop()}}), near, 1)
+	id := &sidecarpb.UniqueID{Text: "\xff"}
+	c.answer(1, &sidecarpb.Reply{What: &sidecarpb.Reply_UniqueId{UniqueId: id}}, nil)
+	if n, _, err := unix.Recvfrom(far, make([]byte, 1), unix.MSG_DONTWAIT); n != 0 || err != nil {
+		t.Errorf("got %d bytes and %v, want the end of the connection", n, err)
 	}
 }
 

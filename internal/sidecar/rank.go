@@ -163,7 +163,7 @@ func (s *Server) ended(why error) {
 	defer s.mu.Unlock()
 	s.state = StateEnded
 	if s.client != nil {
-		s.client.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_Ended{Ended: ended}}, -1)
+		s.client.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_Ended{Ended: ended}})
 	}
 }
 

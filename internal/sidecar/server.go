@@ -178,7 +178,7 @@ func (s *Server) ServeConn(conn *net.UnixConn) error {
 	defer func() { _ = unix.Close(fd) }()
 	c := newConn(s, fd, pid)
 	if refused := s.admit(c); refused != nil {
-		c.reply(&sidecarpb.Reply{Error: wire.Describe(refused)}, -1)
+		c.reply(&sidecarpb.Reply{Error: wire.Describe(refused)})
 		if pidfd != nil {
 			err = pidfd.Close()
 		}
