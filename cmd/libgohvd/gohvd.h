@@ -293,8 +293,8 @@ uint64_t hvd_epoch(void);         /* the number of the current life of the job, 
 hvd_status_t hvd_why_no_devices(char **text);
 
 /* hvd_new_unique_id makes an id by which all ranks of a job can meet, as the setting HVD_UNIQUE_ID. This process
- * serves them until 30 s after they have met, or after an hvd_init has failed in this process that has the last id in
- * its options. options may be NULL. The text must be freed with hvd_free_text. */
+ * serves them until 30 s after they have met, or until an hvd_init of this process with the last id in its options
+ * has failed. options may be NULL. The text must be freed with hvd_free_text. */
 hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text);
 
 /* Operations. */
