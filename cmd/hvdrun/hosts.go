@@ -23,6 +23,7 @@ type hostFlags struct {
 	sshIdentity  string
 	agent        string
 	remoteHvdrun string
+	gpus         map[string]int // with slurmAgent, the GPUs that srun asks for on each host
 
 	// sshOptions holds further arguments for ssh. In addition, the method reach always passes some arguments
 	// of its own.
@@ -144,6 +145,9 @@ func (h *hostFlags) reach(host string, words []string) []string {
 		argv := strings.Fields(strings.ReplaceAll(h.agent, hostPlace, host))
 		if !strings.Contains(h.agent, hostPlace) {
 			argv = append(argv, host)
+		}
+		if n, ok := h.gpus[host]; ok {
+			argv = append(argv, fmt.Sprintf("--gpus=%d", n))
 		}
 		return append(argv, words...)
 	}

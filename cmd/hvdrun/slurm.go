@@ -1,12 +1,17 @@
 package main
 
 import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
 	"fmt"
 	"os/exec"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/bootstrap"
 	"github.com/gohvd/gohvd/internal/launch"
@@ -54,47 +59,69 @@ func (r *runner) allocated(ranks bool) ([]launch.Host, error) {
 			"--ntasks-per-node, or name the hosts with -H", np, launch.Slots(hosts), strings.Join(tasks, ", "))
 	}
 	if r.where.agent == "" && r.where.sshPort == 0 && r.where.sshIdentity == "" {
-		gpus, err := gpusPerHost(vars)
-		if err != nil {
-			return nil, err
+		r.where.agent = slurmAgent
+		if r.where.gpus, err = gpusOfJob(vars, a.Hosts); err != nil {
+			return nil, fmt.Errorf("the GPUs of the allocation: %w; or ask Slurm for --gpus-per-node", err)
 		}
-		r.where.agent = slurmAgent + gpus
 	}
 	return hosts, nil
 }
 
+// scontrolTimeout is far longer than Slurm's own limit for an answer (MessageTimeout, by default 10 s).
+const scontrolTimeout = time.Minute
+
+// gpusOfJob returns the number of GPUs that the job has on each host. It returns nil if the job has requested
+// none, or a number for each host, because srun gives its task all of them then.
+func gpusOfJob(vars map[string]string, hosts []string) (map[string]int, error) {
+	if !slices.ContainsFunc([]string{"SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
+		"SLURM_NTASKS_PER_TRES"}, func(name string) bool { return vars[name] != "" }) &&
+		!strings.Contains(vars["SLURM_TRES_PER_TASK"], "gpu") { // it may also have the processors
+		return nil, nil
+	}
+	id := vars["SLURM_JOB_ID"]
+	if array, task := vars["SLURM_ARRAY_JOB_ID"], vars["SLURM_ARRAY_TASK_ID"]; array != "" && task != "" {
+		id = array + "_" + task // the number of one task of an array is also that of the array
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), scontrolTimeout)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, "scontrol", "--details", "--oneliner", "show", "job", id).Output()
+	if err != nil {
+		err = cmp.Or(ctx.Err(), err)
+		if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
+			err = fmt.Errorf("%w: %.500s", err, bytes.TrimSpace(exit.Stderr))
+		}
+		return nil, fmt.Errorf("scontrol show job %s: %w", id, err)
+	}
+	return readGPUs(string(out), hosts)
+}
+
 var (
 	// allocatedGRES matches the resources that a job has on some hosts, as in "GRES=gpu:a100:2(IDX:0-1)".
-	allocatedGRES = regexp.MustCompile(`\bNodes=\S+ CPU_IDs=\S* Mem=\S* GRES=(\S*)`)
+	allocatedGRES = regexp.MustCompile(`\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)`)
 	allocatedGPUs = regexp.MustCompile(`\bgpu(?::[^:(,]+)?:(\d+)`)
 )
 
-// gpusPerHost returns the option with which srun gives its task all GPUs of the job on a host, after a space.
-// It returns "" if the job has none, or has requested them for each host, because srun does so itself then.
-func gpusPerHost(vars map[string]string) (string, error) {
-	if !slices.ContainsFunc([]string{"SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_TASK",
-		"SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES"}, func(name string) bool { return vars[name] != "" }) {
-		return "", nil
-	}
-	out, err := exec.Command("scontrol", "--details", "--oneliner", "show", "job", vars["SLURM_JOB_ID"]).Output()
-	if err != nil {
-		return "", fmt.Errorf("the GPUs of the allocation: scontrol show job: %w; or ask Slurm for --gpus-per-node", err)
-	}
-	var counts []int
-	for _, m := range allocatedGRES.FindAllStringSubmatch(string(out), -1) {
+// readGPUs returns the number of GPUs that a job has on each of its hosts, which scontrol has told.
+func readGPUs(told string, hosts []string) (map[string]int, error) {
+	gpus := make(map[string]int)
+	for _, m := range allocatedGRES.FindAllStringSubmatch(told, -1) {
+		names, err := bootstrap.ExpandHosts(m[1])
+		if err != nil {
+			return nil, fmt.Errorf("scontrol show job: Nodes: %w", err)
+		}
 		sum := 0
-		for _, gpus := range allocatedGPUs.FindAllStringSubmatch(m[1], -1) {
-			n, _ := strconv.Atoi(gpus[1])
+		for _, some := range allocatedGPUs.FindAllStringSubmatch(m[2], -1) {
+			n, _ := strconv.Atoi(some[1])
 			sum += n
 		}
-		counts = append(counts, sum)
+		for _, name := range names {
+			gpus[name] = sum
+		}
 	}
-	switch counts = slices.Compact(counts); {
-	case len(counts) > 1:
-		return "", usagef("the hosts of the allocation have different numbers of GPUs (%v): ask Slurm for --gpus-per-node, "+
-			"or give -H and --agent", counts)
-	case len(counts) == 0 || counts[0] == 0:
-		return "", nil
+	for _, host := range hosts {
+		if _, ok := gpus[host]; !ok {
+			return nil, fmt.Errorf("scontrol show job does not say what the job has on %s", host)
+		}
 	}
-	return " --gpus-per-node=" + strconv.Itoa(counts[0]), nil
+	return gpus, nil
 }

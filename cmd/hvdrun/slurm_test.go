@@ -1,6 +1,9 @@
 package main
 
 import (
+	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -44,5 +47,34 @@ func TestAllocated(t *testing.T) {
 			t.Errorf("%s: got %+v, -np %q and agent %q, want %+v, %q and srun: %v", name, hosts, r.numProc, r.where.agent,
 				c.want, c.ranks, c.bySlurm)
 		}
+	}
+}
+
+// TestGPUsOfJob checks what hvdrun reads from scontrol, and that it needs no scontrol for a job without GPUs.
+func TestGPUsOfJob(t *testing.T) {
+	for told, want := range map[string]string{
+		"JOB_GRES=gpu:3   Nodes=n1 CPU_IDs=14-15 Mem=4000 GRES=gpu:2(IDX:0-1)   Nodes=n2 CPU_IDs=14 Mem=4 GRES=gpu:1(IDX:0) X=": "map[n1:2 n2:1] <nil>",
+		"Nodes=n[1-2] CPU_IDs=0 Mem=1 GRES=gpu:a100:2(IDX:0,2),shard:4,gpu:v100:1(IDX:1) X=1":                                   "map[n1:3 n2:3] <nil>",
+		"Nodes=n[1-2] CPU_IDs= Mem=1 GRES= X=gpu:1":                                                                             "map[n1:0 n2:0] <nil>",
+		"Nodes=n1 CPU_IDs=0 Mem=1 GRES=gpu:1 Nodes=n[ CPU_IDs=0 Mem=1 GRES=":                                                    "map[] scontrol show job: Nodes: ",
+		"Nodes=n1 CPU_IDs=0 Mem=1 GRES=gpu:1":                                                                                   "map[] scontrol show job does not say what the job has on n2",
+	} {
+		gpus, err := readGPUs(told, []string{"n1", "n2"})
+		if got := fmt.Sprint(gpus, err); !strings.HasPrefix(got, want) {
+			t.Errorf("%s: got %s, want %s", told, got, want)
+		}
+	}
+	t.Setenv("PATH", t.TempDir())
+	if gpus, err := gpusOfJob(map[string]string{"SLURM_JOB_ID": "3", "SLURM_TRES_PER_TASK": "cpu=2"}, []string{"n1"}); gpus != nil || err != nil {
+		t.Errorf("without GPUs: got %v, %v", gpus, err)
+	}
+	scontrol := filepath.Join(os.Getenv("PATH"), "scontrol")
+	if err := os.WriteFile(scontrol, []byte("#!/bin/sh\necho $5 is gone >&2\nexit 1\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	_, err := gpusOfJob(map[string]string{"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2",
+		"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, []string{"n1"})
+	if err == nil || !strings.Contains(err.Error(), "5_2 is gone") {
+		t.Errorf("got error %v, want what scontrol said of the task of the array", err)
 	}
 }

@@ -135,7 +135,8 @@ func TestUnderSlurm(t *testing.T) {
 		run(gpus, "salloc --quiet -N2 "+gpus+" HVDRUN --tag-output=false printenv SLURM_GPUS_ON_NODE",
 			slices.Repeat([]string{"(?m)^2$"}, 4)...)
 	}
-	run("different numbers of GPUs", "salloc --quiet -N2 --gpus=3 HVDRUN SELF || true", "different numbers of GPUs \\(")
+	run("different numbers of GPUs", "salloc --quiet -N2 --ntasks=3 --gpus-per-task=1 HVDRUN --tag-output=false "+
+		`printenv SLURM_GPUS_ON_NODE`, "(?m)^2$", "(?m)^2$", "(?m)^1$")
 	run("hvdrun on one node", `printf '#!/bin/sh\nexec HVDRUN --tag-output=false SELF\n' >script
 		sbatch --quiet --wait -N1 --ntasks=3 --output=out script; cat out`, places(3)...)
 	run("too many ranks", "salloc --quiet -N2 HVDRUN -np 4 SELF || true",
