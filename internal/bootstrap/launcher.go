@@ -760,11 +760,16 @@ func findKubernetes(v *variables) (*Env, string) {
 		}
 		return nil, "JOB_COMPLETION_INDEX is not set"
 	}
+	// If the pod sets setHostnameAsFQDN, a domain follows its name.
+	host := v.getenv("HOSTNAME")
+	name, _, _ := strings.Cut(host, ".")
 	sizeName := "HVD_SIZE"
 	switch {
 	case v.getenv("HVD_SIZE") != "":
-	case v.getenv("PET_NNODES") == "1":
-		sizeName = "PET_NNODES" // Kubeflow Trainer sets it for torchrun, and this is the only pod
+	case v.getenv("PET_NNODES") == "1" && strings.HasSuffix(name, "-node-0-0"):
+		// Kubeflow Trainer sets it for torchrun to the number of pods, which have such names. In other jobs,
+		// each pod may run a torchrun of one node.
+		sizeName = "PET_NNODES"
 	default:
 		v.fail("HVD_SIZE is not set, but JOB_COMPLETION_INDEX is %s: Kubernetes does not tell a pod how many pods there are, so "+
 			"set HVD_SIZE to the number of completions of the job", quote(index))
@@ -774,14 +779,11 @@ func findKubernetes(v *variables) (*Env, string) {
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.way, e.port = atHost, KubernetesPort
 	// The host name of a pod with hostNetwork is that of its node. So a host that the user gives replaces it.
-	if host := v.getenv("HVD_RENDEZVOUS_HOST"); host != "" {
-		e.JobID, e.host = host, host
+	if first := v.getenv("HVD_RENDEZVOUS_HOST"); first != "" {
+		e.JobID, e.host = first, first
 		return e, "JOB_COMPLETION_INDEX"
 	}
-	// The controller of indexed jobs gives a pod the host name <job>-<index>. If the pod sets
-	// setHostnameAsFQDN, a domain follows this name.
-	host := v.getenv("HOSTNAME")
-	name, _, _ := strings.Cut(host, ".")
+	// The controller of indexed jobs gives a pod the host name <job>-<index>.
 	job, ok := strings.CutSuffix(name, "-"+index)
 	if !ok || job == "" {
 		v.fail("HOSTNAME is %s and JOB_COMPLETION_INDEX is %s, want a host name <job>-%s, or the host of rank 0 in "+

@@ -270,6 +270,8 @@ func TestDetectRefuses(t *testing.T) {
 		{slurmEnv.with("SLURM_STEP_TASKS_PER_NODE", "3,3,1"), []string{"7 tasks on 3 hosts", "4 hosts"}},
 		{slurmEnv.with("SLURM_STEP_TASKS_PER_NODE", "2(x4)"), []string{"8 tasks on 4 hosts", "7 tasks"}},
 		{slurmEnv.with("SLURM_LOCALID", "2"), []string{"SLURM_LOCALID is 2", "node 2", "2 tasks"}},
+		{kubernetesEnv.with("HVD_SIZE", "", "JOB_COMPLETION_INDEX", "0", "HOSTNAME", "train-0", "PET_NNODES", "1"),
+			[]string{"Kubernetes", "HVD_SIZE is not set"}},
 		{kubernetesEnv.with("HVD_SIZE", ""), []string{"Kubernetes", "HVD_SIZE is not set",
 			`JOB_COMPLETION_INDEX is "2"`}},
 		{kubernetesEnv.with("HVD_SIZE", "2"), []string{"JOB_COMPLETION_INDEX is 2", "HVD_SIZE, which is 2"}},
