@@ -35,9 +35,13 @@ def find(name: str) -> str | None:
 
 def path_of_hvdrun() -> str:
     """Returns the path of hvdrun: HVD_RUN, or else what ``find`` returns. Raises RuntimeError if there is none."""
-    path = os.environ.get("HVD_RUN") or find("hvdrun")
+    name = os.environ.get("HVD_RUN")
+    path = shutil.which(name) if name else find("hvdrun")
     if path is None:
-        raise RuntimeError("gohvd: found no hvdrun: HVD_RUN is not set, and hvdrun is neither in the package gohvd nor on PATH")
+        raise RuntimeError(
+            f"gohvd: HVD_RUN is {name}, which is not the path of an executable file" if name else
+            "gohvd: found no hvdrun: HVD_RUN is not set, and hvdrun is neither in the package gohvd nor on PATH"
+        )  # fmt: skip
     return path
 
 
@@ -45,17 +49,24 @@ def with_parent(words: Sequence[str]) -> list[str]:
     """Returns the words of a command that runs the command words, and gets SIGTERM when the thread that has started it
     ends, also if this process is killed.
     """
-    return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), *words]
+    return [sys.executable, "-S", "-c", _WITH_PARENT, str(os.getpid()), *words]
 
 
 def end(process: subprocess.Popen[Any], number: int = signal.SIGTERM) -> None:
-    """Sends a process a signal, waits for its end, and kills it if this takes long or is interrupted."""
+    """Sends a process a signal, waits for its end, and kills it if this takes long or is interrupted. If it has a process
+    group of its own, all of the group get the signals: hvdrun may be the child of a shell script.
+    """
+
+    def send(number: int) -> None:
+        if process.poll() is None:
+            (os.killpg if os.getpgid(process.pid) == process.pid else os.kill)(process.pid, number)
+
     try:
-        process.send_signal(number)
+        send(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
     finally:
-        process.kill()
+        send(signal.SIGKILL)
         process.wait()
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import programs
 import torch
-from gohvd import basics
+from gohvd import _programs, basics
 from ranks import RanksTest, hvd
 from shim_functions import fail, place, survive
 
@@ -384,8 +384,12 @@ class Run(RanksTest):
                 time.sleep(0.01)
 
         for number in signal.SIGINT, signal.SIGKILL:
-            with self.subTest(number), tempfile.TemporaryDirectory() as top:
+            with self.subTest(number), tempfile.TemporaryDirectory() as top, tempfile.TemporaryDirectory() as bin:
                 env = programs.environment(PYTHONPATH=os.pathsep.join(sys.path))
+                if number == signal.SIGINT:  # a shell that does not exec hvdrun
+                    env["HVD_RUN"] = os.path.join(bin, "script")
+                    pathlib.Path(env["HVD_RUN"]).write_text(f'#!/bin/sh\n{_programs.path_of_hvdrun()} "$@"\nexit $?\n')
+                    os.chmod(env["HVD_RUN"], 0o700)
                 command = [sys.executable, "-c", script, top]
                 program = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, start_new_session=True)
                 self.addCleanup(program.kill)
@@ -437,6 +441,8 @@ class Run(RanksTest):
             horovod.run(fail, num_proc=2)
         from horovod.common.util import env
 
+        with env(HVD_RUN=__file__), self.assertRaisesRegex(RuntimeError, f"HVD_RUN is {__file__}, which is not"):
+            horovod.run(fail)
         with env(HVD_RUN=None, PATH="/nonexistent"), self.assertRaisesRegex(RuntimeError, "hvdrun"):
             horovod.run(place, (0,))
 

@@ -65,7 +65,8 @@ def run(
     hvd.elastic.run has decorated, and the results are those of the ranks at the end. In others, max_num_proc has no
     effect.
 
-    If this process or the thread that calls run ends, the job ends too. After Ctrl-C, the ranks have 5 s to end.
+    If this process or the thread that calls run ends, the job ends too. After Ctrl-C, the ranks have 5 s to end. hvdrun
+    has a session of its own, so Ctrl-Z does not stop the ranks, nor do they get signals to the group of this process.
 
     Raises RuntimeError with the errors of the ranks if the job has failed. disable_cache and use_gloo have no effect.
     """
