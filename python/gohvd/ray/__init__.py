@@ -306,7 +306,7 @@ class RayExecutor:
 
     def _has_failed(self) -> bool:
         """Returns whether a call has failed since the workers have started or have left a failed job."""
-        ended, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
+        ended, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=0, fetch_local=False)
         failed = [end for end in ended if _failed(end)]  # Ray prints errors that nobody has got
         self._ends = running + failed
         return bool(failed)
