@@ -1,4 +1,4 @@
-"""Finds gohvd's programs, starts and ends them, and runs them as the commands that a wheel installs.
+"""Finds, starts and ends the programs of gohvd. A wheel installs functions of this module as commands.
 
 A wheel contains the programs in ``gohvd/bin``. A checkout does not.
 """
