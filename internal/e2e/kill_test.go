@@ -135,8 +135,8 @@ func TestFailuresWithLeaders(t *testing.T) {
 			send(t, pids[f.victim], f.signal)
 			text := "silent for 8s"
 			if f.victim == 3 {
-				// The ranks behind it may notice it and end before the others do. Then these blame it because the
-				// frames of the ended ranks came through it.
+				// The ranks behind it may notice it and end before the others do. Then these blame it because
+				// the frames of the ended ranks came through it.
 				text = ""
 			}
 			j.named(f.victim, size-1, text, time.Now(), liveness+survivorsDeadline)
