@@ -106,7 +106,12 @@ def train_torchrun(folder):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=LIMIT)
+    # The ranks do not start at the same time, so LIMIT is only for the steps. The names in the store begin with the number
+    # of the attempt, because otherwise the ranks of PyTorch 2.15 find the addresses of those before the restart.
+    env = os.environ
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore("attempt" + env["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
     model, optimizer = training()
     checkpoint, step = os.path.join(folder, "checkpoint"), 0
     if os.path.exists(checkpoint):
@@ -114,6 +119,7 @@ def train_torchrun(folder):
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
     model = torch.nn.parallel.DistributedDataParallel(model)
+    dist.distributed_c10d._set_pg_timeout(LIMIT)
     while True:
         optimizer.zero_grad()
         forward(model).backward()
