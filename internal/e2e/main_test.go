@@ -141,10 +141,10 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 
 // startIn is like startCommand, with dir as the working directory.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
-	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
+	ctx, cancel := context.WithTimeout(t.Context(), jobLimit*time.Duration(max(*whole, 1)))
 	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
-	// When jobLimit has passed hvdrun gets an interrupt, as if from a user, so that it can end its ranks.
+	// At the limit hvdrun gets an interrupt, as if from a user, so that it can end its ranks.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
 	j.cmd.Env = append(os.Environ(), env...)
