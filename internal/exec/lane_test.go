@@ -221,6 +221,22 @@ func TestClaimInOrder(t *testing.T) {
 	}
 }
 
+// When an operation that was launched has ended on its device, its time limit has no effect any more.
+func TestLimitOfEndedOperation(t *testing.T) {
+	l := &Lane{spawned: true, cfg: &Config{Finished: func(*Work, error) {}}, inFlight: 2}
+	l.changed.L = &l.mu
+	for _, err := range []error{nil, errors.New("no memory")} {
+		w := &Work{finished: true} // its entries have completed
+		l.setLimit(w, limit{"x", time.Second, time.Second})
+		l.ended(w, err)
+		if due := l.Expire(time.Hour, time.Second, func(name string, _ time.Duration) {
+			t.Errorf("ended with %v: %q is late", err, name)
+		}); due != controller.Never {
+			t.Errorf("ended with %v: it is due in %v", err, due)
+		}
+	}
+}
+
 // failing is a backend whose operations fail with err.
 type failing struct {
 	ops.Backend
