@@ -3,6 +3,7 @@ package control
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"io"
 	"testing"
 
@@ -46,6 +47,18 @@ func TestLinkKeepsLittle(t *testing.T) {
 		if cap(b) > maxKeptBytes {
 			t.Errorf("keeps a buffer of %d bytes", cap(b))
 		}
+	}
+}
+
+// A link accepts no frame while more than maxBacklogBytes bytes wait, however many it has sent before.
+func TestLinkBacklog(t *testing.T) {
+	p := &pipe{sent: 1 << 40}
+	l := &link{conn: p, total: p.sent + maxBacklogBytes}
+	if err := l.send(nil); err != nil {
+		t.Errorf("with %d bytes waiting: %v", maxBacklogBytes, err)
+	}
+	if err := l.send(nil); !errors.Is(err, ErrBacklog) {
+		t.Errorf("with more: got error %v, want %v", err, ErrBacklog)
 	}
 }
 
