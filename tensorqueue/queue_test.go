@@ -329,6 +329,27 @@ func TestGuess(t *testing.T) {
 	e.Finish(nil)
 }
 
+// The queue does not keep an entry that has ended in memory.
+func TestEndedEntryIsFreed(t *testing.T) {
+	q, freed := tensorqueue.New(), make(chan struct{})
+	func() {
+		e := entry("x", func(error) {})
+		runtime.AddCleanup(e, func(freed chan struct{}) { close(freed) }, freed)
+		if err := q.Add(e); err != nil {
+			t.Fatal(err)
+		}
+		q.Pop(nil)
+		e.Finish(nil)
+	}()
+	runtime.GC()
+	select {
+	case <-freed:
+	case <-time.After(time.Minute):
+		t.Error("the entry is still in memory")
+	}
+	runtime.KeepAlive(q)
+}
+
 func TestSteadyStateAllocatesNothing(t *testing.T) {
 	q := tensorqueue.New()
 	e := entry("x", func(error) {})
