@@ -68,6 +68,8 @@ func TestJoin(t *testing.T) {
 			[]Plan{{Held: Granted, Restore: restore}, {Held: Granted, Restore: restore}}, 3},
 		"a new rank": {[]holder{{3, 0, false}, {}},
 			[]Plan{{Held: Granted, Restore: restore, Missing: true}, {Missing: true}}, 4},
+		"a new rank after the first commit": {[]holder{{1, 0, false}, {}},
+			[]Plan{{Held: Granted, Restore: restore, Missing: true}, {Missing: true}}, 2},
 		"a new rank is first": {[]holder{{}, {3, 0, false}},
 			[]Plan{{Missing: true, Root: 1}, {Held: Granted, Restore: restore, Missing: true, Root: 1}}, 4},
 		"one has kept a later state": {[]holder{{3, 0, false}, {4, 0, false}},
