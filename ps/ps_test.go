@@ -532,7 +532,8 @@ func TestMissingApp(t *testing.T) {
 	})
 }
 
-// TestHeldBytes checks that the bodies of requests that wait for an app are bounded.
+// TestHeldBytes checks that the bodies of requests that wait for an app are bounded, and that those that have
+// waited too long do not count.
 func TestHeldBytes(t *testing.T) {
 	po := &postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
 	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
@@ -542,6 +543,10 @@ func TestHeldBytes(t *testing.T) {
 	}
 	if want := maxHeldBytes/len(body) - 1; len(po.held) != want {
 		t.Errorf("%d requests wait, want %d", len(po.held), want)
+	}
+	router{po}.Tick(time.Now().Add(2 * customerWait))
+	if len(po.held) != 0 || po.heldBytes != 0 {
+		t.Errorf("%d requests with %d bytes wait, want none", len(po.held), po.heldBytes)
 	}
 }
 
