@@ -17,7 +17,7 @@ import (
 )
 
 // TestTimeline checks that workers and servers write their pushes and pulls to timelines, and that events of
-// requests that are in flight at the same time are on different tracks.
+// requests that are in flight at the same time are on different tracks, which later events use again.
 func TestTimeline(t *testing.T) {
 	const pushes = 10
 	path := filepath.Join(t.TempDir(), "t.json")
@@ -50,10 +50,11 @@ func TestTimeline(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
-		kinds := make(map[string]int)
+		kinds, tracks := make(map[string]int), make(map[string]bool)
 		for i := range s.Operations {
 			op := &s.Operations[i]
 			kinds[op.Kind]++
+			tracks[op.Track] = true
 			if !strings.HasPrefix(op.Track, node+", request ") || op.DType != "float32" || op.Shape != "[2]" ||
 				op.Peer != 3-process || (op.Fail != "") != (op.Kind == "PULL") ||
 				op.Kind == "PUSH" && op.Bytes != 24 || op.Kind == "PUSHPULL" && process == 1 && op.Bytes != 48 {
@@ -62,6 +63,9 @@ func TestTimeline(t *testing.T) {
 			if op.Submitted != op.Begin {
 				t.Errorf("%s: events on a track overlap: the bar begins later than %+v", node, *op)
 			}
+		}
+		if n := len(tracks); n > 0 && n == len(s.Operations) { // the last one began after the others
+			t.Errorf("%s has %d tracks, one for each event", node, n)
 		}
 		want := map[string]int{"PUSH": pushes, "PUSHPULL": 1, "PULL": 1}
 		if process == 0 {
