@@ -365,13 +365,17 @@ func TestBackupThatStopsToApply(t *testing.T) {
 		isEnded(req.Done()) {
 		t.Errorf("the push is answered: %v, and the statistics are %+v", isEnded(req.Done()), s)
 	}
-	r.servers[8].replicas[0].tick(time.Now().Add(30 * time.Second))
+	replica := r.servers[8].replicas[0]
+	replica.mu.Lock()
+	replica.out.sizes[0] += 500e6 // for which the backup has 50 s besides the 60 s of PS_HEARTBEAT_TIMEOUT
+	replica.mu.Unlock()
+	replica.tick(time.Now().Add(90 * time.Second))
 	if err := pushOne(t, w, MaxKey/2+1, 1); err != nil || isEnded(req.Done()) {
 		t.Errorf("%v, or the push is answered too soon", err)
 	}
 	testnet.Eventually(t, "the push is answered", func() bool {
 		// tick does nothing while the replica is in use.
-		r.servers[8].replicas[0].tick(time.Now().Add(2 * time.Minute))
+		replica.tick(time.Now().Add(2 * time.Minute))
 		return isEnded(req.Done())
 	})
 	wait(t, req, nil)
