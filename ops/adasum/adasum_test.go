@@ -72,6 +72,8 @@ func TestRange(t *testing.T) {
 		"large, equal":          {x, x, 1000, 1000},
 		"small, equal":          {x, x, -1000, -1000},
 		"small and large":       {x, y, -1000, 700},
+		"small and middle":      {x, y, -1000, 0},
+		"middle and large":      {x, y, 0, 700},
 		"parallel, far apart":   {x, x, -1000, 1000},
 		"opposite, far apart":   {minus(x), x, 1000, -1000},
 		"zero and large":        {make([]float64, 200), y, 0, 1000},
