@@ -160,6 +160,7 @@ func TestPeersTables(t *testing.T) {
 		"unknown arena":            func(table []byte) { table[8+8] = 200 },
 		"negative offset":          func(table []byte) { table[8+16+7] = 0x80 },
 		"beyond the arena":         func(table []byte) { table[8+16+2] = 1 },
+		"across the arena's end":   func(table []byte) { binary.LittleEndian.PutUint64(table[8+16:], pretended+64) },
 		"input within an element":  func(table []byte) { table[8+16] = 2 },
 		"output within an element": func(table []byte) { table[8+24] = 2 },
 	} {
