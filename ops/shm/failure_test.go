@@ -338,6 +338,13 @@ func TestPlan(t *testing.T) {
 			t.Errorf("%v by %v: got %v, %v", c.response.Kind, c.response.Op, alg, err)
 		}
 	}
+	b = shm.Register(nil, shm.Config{Deterministic: true})
+	for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Average, tensor.Adasum} {
+		r := &message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: op}
+		if _, err := b.Plan(nil, r, 4, nil); (err != nil) != (op == tensor.Adasum) {
+			t.Errorf("%v in deterministic mode: got %v", op, err)
+		}
+	}
 }
 
 // Plan refuses a process set whose members do not all share memory, and allocates nothing.
