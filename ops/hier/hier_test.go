@@ -261,6 +261,7 @@ func TestPlan(t *testing.T) {
 		return &message.Response{Kind: message.Allreduce, DType: dt, Op: tensor.Sum}
 	}
 	gather := &message.Response{Kind: message.Allgather, DType: tensor.Int8}
+	scatter := &message.Response{Kind: message.Reducescatter, DType: tensor.Int8, Op: tensor.Sum}
 	for _, test := range []struct {
 		hosts  string
 		ranks  []topo.Rank // default all
@@ -274,6 +275,8 @@ func TestPlan(t *testing.T) {
 		{"aabb", []topo.Rank{0, 2, 3}, gather, nil, ""},
 		{"aabb", nil, &message.Response{Kind: message.Broadcast, DType: tensor.Int8}, nil, ""},
 		{"abab", nil, gather, nil, "not consecutive"},
+		{"abab", nil, scatter, nil, "not consecutive"},
+		{"aabb", nil, scatter, nil, ""},
 		{"aabb", []topo.Rank{0, 1}, sum(tensor.Float32), nil, "several hosts"},
 		{"aabb", []topo.Rank{1, 2}, sum(tensor.Float32), nil, "several members"},
 		{"aabb", []topo.Rank{3}, sum(tensor.Float32), nil, "several hosts"},
