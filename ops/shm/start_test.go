@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -84,6 +85,52 @@ func TestStartDoesNotWait(t *testing.T) {
 			return nil
 		})
 	}
+}
+
+// If a rank gives up an operation before another rank has finished reading its buffer, the other rank fails.
+func TestReaderLearnsOfGivingUp(t *testing.T) {
+	const elems = 4 << 10
+	step, gaveUp := make(chan struct{}), make(chan struct{})
+	run(t, 2, shm.Config{SmallBytes: 1, DirectBytes: 1}, func(r *rank) error {
+		if err := connect(r); err != nil {
+			return err
+		}
+		if err := start(r, r.mem.alloc(4*elems)); err != nil {
+			return err
+		}
+		if r.me == 1 {
+			p, err := r.Step(context.Background(), true)
+			close(step)
+			if <-gaveUp; p != ops.Moving || err != nil {
+				return errOr(err, "the operation has only one step")
+			}
+			for {
+				p, err := r.Step(context.Background(), true)
+				switch {
+				case p == ops.Finished && err == nil:
+					return errors.New("got no error from an operation that the other rank has given up")
+				case err != nil && !strings.Contains(err.Error(), "abandoned the operation"):
+					return err
+				case err != nil:
+					return nil
+				}
+			}
+		}
+		defer close(gaveUp)
+		<-step
+		for p := ops.Moving; p == ops.Moving; { // until it waits for the other rank to read its buffer
+			var err error
+			if p, err = r.Step(context.Background(), false); p == ops.Finished || err != nil {
+				return errOr(err, "the operation has not waited for the other rank")
+			}
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		if _, err := r.Step(ctx, true); !errors.Is(err, context.Canceled) {
+			return errOr(err, "got no error, want context.Canceled")
+		}
+		return nil
+	})
 }
 
 // A reduction takes fewer steps if no rank stages anything.
