@@ -284,3 +284,33 @@ func TestLockstepWaitsForTheProgram(t *testing.T) {
 		}
 	})
 }
+
+// stopped are the collectives of a job with one rank, whose process is stopped for 30 s in the first one.
+// After that, this collective completes only in the next turn.
+type stopped struct {
+	alone
+	tests int // number of calls of Test
+}
+
+func (s *stopped) Test() ([][]byte, bool, error) {
+	if s.tests++; s.tests == 1 {
+		time.Sleep(30 * time.Second) // longer than a cycle may take
+	}
+	if s.tests <= 2 {
+		return nil, false, nil
+	}
+	return s.alone.Test()
+}
+
+// The time for which a process was stopped in a cycle does not count for the deadline of the cycle.
+func TestLockstepAfterAStop(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 1, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.Collectives, cfg.Spin = true, new(stopped), -1
+		})
+		if err := c.wait(c.allreduce(0, "x", make([]byte, 8))); err != nil {
+			t.Error(err)
+		}
+		c.shutdown()
+	})
+}
