@@ -73,6 +73,28 @@ func TestSteps(t *testing.T) {
 				t.Errorf("got %+v, want that rank 0 held up the others for 50 ms only in step 502", s)
 			}
 		}
+		// If two steps end in one turn, the waiting counts only for one of them.
+		reduce := func(last int) {
+			c.each(func(r int) {
+				if r == last {
+					time.Sleep(late)
+				}
+				c.succeeds(c.allreduce(r, "x", make([]byte, 8)))
+			})
+			synctest.Wait()
+		}
+		reduce(1)
+		c.engines[0].Observer().MarkStep(505)
+		c.engines[0].Observer().MarkStep(506)
+		reduce(-1)
+		got = c.engines[0].Observer().Steps(403)
+		held := time.Duration(0)
+		for _, s := range got {
+			held += s.Held[1]
+		}
+		if len(got) != 2 || held != late {
+			t.Errorf("got %+v, want 2 steps in which rank 1 held up the others for 50 ms together", got)
+		}
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 	})
 }
