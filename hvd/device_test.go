@@ -481,9 +481,11 @@ func TestDeviceGroups(t *testing.T) {
 }
 
 // TestDeviceGroupsRefused checks the errors of groups. If one tensor of a group fails at all ranks, all
-// tensors do, and if one fails at one rank, the group fails there. The job goes on.
+// tensors do, and if one fails at one rank, the group fails there. The job goes on, and no event is lost.
 func TestDeviceGroupsRefused(t *testing.T) {
 	type buffers = []cuda.Buffer[float32]
+	const tries = 50
+	calls, tried := testcuda.Calls(t), make(chan struct{})
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		me, on := e.Rank(), hvd.On(e)
 		d := openDevice(t, me)
@@ -512,10 +514,27 @@ func TestDeviceGroupsRefused(t *testing.T) {
 		} else if err != nil {
 			t.Error(err)
 		}
-		err = cuda.GroupedAllreduce(ctx, buffers{a, b}, buffers{a, b}, hvd.Op(hvd.Sum), on)
+		name := hvd.Name("busy")
+		if me == 1 {
+			<-tried
+		}
+		h, err := cuda.GroupedAllreduceAsync(buffers{a, b}, buffers{a, b}, hvd.Op(hvd.Sum), name, on)
+		d.check(err)
+		for range tries * (1 - me) {
+			testnet.WantError(t, cuda.Allreduce(ctx, out, out, name, on), "in flight")
+			some := buffers{out, short}
+			testnet.WantError(t, cuda.GroupedAllreduce(ctx, some, some, name, on), "in flight")
+		}
+		if me == 0 {
+			close(tried)
+		}
+		_, err = h.Wait(ctx)
 		d.want("allreduce afterwards", x, err, 2, 4, 6, 8)
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
+	if n := calls("cudaEventCreateWithFlags"); n == 0 || n >= tries {
+		t.Errorf("%d events were made, want fewer than %d", n, tries)
+	}
 }
 
 // TestDeviceGroupParts checks that a large group is packed in parts of at most 64 MiB. The device has no

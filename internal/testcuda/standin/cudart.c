@@ -11,8 +11,8 @@
 //	STANDIN_CUDA_VERSION       version of the runtime (default 12080)
 //	STANDIN_CUDA_DRIVER        version of the driver (default that of the runtime)
 //	STANDIN_CUDA_CALLS         file to which the name of the function is appended, as a line, at each call of
-//	                           cudaFree, cudaHostAlloc, cudaMemcpyAsync, cudaMemcpyBatchAsync,
-//	                           cudaStreamWaitEvent and the collectives of NCCL, "priority N" at each stream with
+//	                           cudaEventCreateWithFlags, cudaFree, cudaHostAlloc, cudaMemcpyAsync,
+//	                           cudaMemcpyBatchAsync, cudaStreamWaitEvent and the collectives of NCCL, "priority N" at each stream with
 //	                           a priority, and "unaligned copy" at each copy of a batch whose place is no
 //	                           multiple of 16 bytes
 //	STANDIN_CUDA_NO_DEVICE     error of cudaGetDeviceCount, instead of a number of devices
@@ -757,6 +757,7 @@ static struct event *checkedEvent(void *event, const char *call) {
 int cudaEventCreateWithFlags(void **event, unsigned flags) {
 	WORKS;
 	(void)flags;
+	standin_called("cudaEventCreateWithFlags");
 	struct event *e = calloc(1, sizeof *e);
 	e->state = calloc(1, sizeof *e->state);
 	e->device = standin_current("cudaEventCreateWithFlags");
