@@ -93,6 +93,10 @@ func TestPlan(t *testing.T) {
 		}), with(f32(1), func(r *message.Response) { r.Postscale = 2 }), f32(1)}, [][]int{{0, 3}, {1}, {2}}},
 		{"other devices", 64, []*message.Response{f32(1), on(f32(1), 1, 2), on(f32(1), 1, 1), f32(1),
 			on(f32(1), 1, 2)}, [][]int{{0, 3}, {1, 4}, {2}}},
+		{"only allreduces on devices", 64, []*message.Response{on(f32(1), 1), on(f32(1), 1),
+			on(of(message.Broadcast, tensor.Float32, 1), 1), on(of(message.Broadcast, tensor.Float32, 1), 1),
+			on(rows(tensor.Float32, 1), 1), on(rows(tensor.Float32, 1), 1), on(scatter(tensor.Sum), 1),
+			on(scatter(tensor.Sum), 1)}, [][]int{{0, 1}, {2}, {3}, {4}, {5}, {6}, {7}}},
 		{"broadcasts of one root, of any type", 64, []*message.Response{
 			of(message.Broadcast, tensor.Float32, 1), of(message.Broadcast, tensor.Int64, 1),
 			with(of(message.Broadcast, tensor.Float32, 1), func(r *message.Response) { r.Root = 1 }), f32(1),
