@@ -60,7 +60,7 @@ job() { # NAME PLACES VARIABLE...: runs hvdbench with a rank on each of the give
 	for pid in "${pids[@]}"; do wait "$pid"; done
 	{
 		grep ^collective, "$HOSTS_DIR/out0" | sed 's/^/round,layout,case,sent,/'
-		echo "$round,$layout,$name,$(($(sent) - before)),$(tail -n 1 "$HOSTS_DIR/out0")"
+		echo "$round,$layout,$name,$(($(sent) - before)),$(grep ^allreduce, "$HOSTS_DIR/out0")"
 		HVD_PROGRAMS=$HOSTS_DIR bench/cores.py
 	} >>"$HOSTS_DIR/results"
 }

@@ -116,6 +116,23 @@ class Plot(Folder):
             self.assertFalse(os.path.exists(out))
 
 
+class Hosts(Folder):
+    def test_rows(self):
+        """hosts.sh finds the row of hvdbench between its comments. The commands that make hosts have no effect here."""
+        rows = {"cores": "state,round_trip_us,read_64KiB_us near,0.1,2.5", "allreduce": "collective,ranks,bytes,mean_us allreduce,2,100,1500"}
+        cases = " ".join(f"{what}) set -- {lines} ;;" for what, lines in rows.items())
+        for name, text in (
+            ("hvdbench", f"case $1 in {cases} esac; printf '%s\\n' '# before' $1 $2 '# after'"),
+            ("ip", 'case "$*" in "netns exec h0 cat "*) echo 0 ;; "netns exec "*) shift 3; exec "$@" ;; esac'),
+            ("tc", ""), ("mount", ""), ("mkdir", ""),
+        ):
+            os.chmod(self.write(name, f"#!/bin/sh\n{text}\n"), 0o755)
+        env = os.environ | {"HOSTS_DIR": self.folder, "PATH": f"{self.folder}:{os.environ['PATH']}", "ROUNDS": "1", "LAYOUTS": "1+1"}
+        done = subprocess.run(["bash", os.path.join(HERE, "hosts.sh")], env=env, capture_output=True, text=True, check=False)
+        self.assertEqual((done.returncode, done.stderr), (0, "round 1 of 1: 1+1\n"))
+        self.assertIn("1+1     two-levels             1.5  1.5 to 1.5        1.00 (1.00 to 1.00)", done.stdout)
+
+
 NEAR, FAR = (cores.State("near", 0.05, 2.5), cores.State("far", 0.4, 4.5))
 
 
