@@ -293,15 +293,16 @@ func prepareInput(s opSpec, r, n int, buf []byte) (want []pattern) {
 	return want
 }
 
-// wrongBlocks divides buf into equal blocks and compares each with its pattern in want. It returns how many
-// elements are wrong, and a description of the first wrong element.
-func wrongBlocks(buf []byte, want []pattern) (count int64, first string) {
-	if len(want) == 0 {
-		return 0, ""
+// wrongBlocks compares each block of buf with its pattern in want. Each block has numBytes bytes. It returns
+// how many elements are wrong, and a description of the first wrong element. If buf has another size than the
+// blocks together, all elements are wrong.
+func wrongBlocks(buf []byte, want []pattern, numBytes int) (count int64, first string) {
+	if len(want) > 0 && len(buf) != len(want)*numBytes {
+		return int64(len(want) * numBytes / want[0].dt.Size()),
+			fmt.Sprintf("the result has %d bytes, want %d", len(buf), len(want)*numBytes)
 	}
-	each := len(buf) / len(want)
 	for i, p := range want {
-		n, text := p.wrong(buf[i*each : (i+1)*each])
+		n, text := p.wrong(buf[i*numBytes : (i+1)*numBytes])
 		if count == 0 && n > 0 {
 			first = fmt.Sprintf("block %d: %s", i, text)
 		}

@@ -130,7 +130,7 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 			for b := range want {
 				got = append(got, arg(from(b))...)
 			}
-			wrong, first := wrongBlocks(got, want)
+			wrong, first := wrongBlocks(got, want, len(got)/len(want))
 			if least := int64(blocks) * s.count / 8; wrong < least || blocks == 0 && wrong > 0 {
 				t.Errorf("%v of %v, rank %d of %d: %s: %d wrong of %d: %s", s.kind, s.dt, r, n, what, wrong,
 					int64(blocks)*s.count, first)
@@ -203,6 +203,10 @@ func TestWrongBytesAreCounted(t *testing.T) {
 		}
 		if n, first := p.wrong(buf); n != 3 || !strings.HasPrefix(first, "element 0 is ") {
 			t.Errorf("%v: %d wrong, the first %q, want 3 from element 0", dt, n, first)
+		}
+		if n, first := wrongBlocks(nil, []pattern{p}, len(buf)); n != 1001 ||
+			!strings.HasPrefix(first, "the result has 0 bytes, want ") {
+			t.Errorf("%v: without a result %d are wrong, the first %q, want all 1001", dt, n, first)
 		}
 	}
 }

@@ -269,7 +269,7 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 			if err := a.verified(ctx); err != nil {
 				return err
 			}
-			wrong, first := wrongBlocks(a.result(), want)
+			wrong, first := wrongBlocks(a.result(), want, int(s.count)*s.dt.Size())
 			return b.count(ctx, r, wrong, first)
 		}
 	}
