@@ -42,6 +42,25 @@ func psUsage(f *pflag.FlagSet, args []string) (err error) {
 	return err
 }
 
+// stepUsage returns an error if the command line has a flag that has no effect. steps is set if hvdbench
+// measures the steps of a workload.
+func stepUsage(f *pflag.FlagSet, steps bool) (err error) {
+	f.Visit(func(flag *pflag.Flag) {
+		switch flag.Name {
+		case "mode":
+			if !steps {
+				err = fmt.Errorf("--mode has no effect without --workload or --many")
+			}
+		case "minbytes", "maxbytes", "stepbytes", "stepfactor", "op", "root":
+			if steps {
+				err = fmt.Errorf("--%s has no effect with --workload and --many, which sum tensors of given sizes",
+					flag.Name)
+			}
+		}
+	})
+	return err
+}
+
 // command holds the values of the flags on a command line.
 type command struct {
 	options
@@ -194,6 +213,9 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 		if c.kind, err = parseCollective(name); err != nil {
 			return err
 		}
+	}
+	if err := stepUsage(f, c.workload != "" || c.many.count > 0); err != nil {
+		return err
 	}
 	// If the user gives only one end of the range, and it lies beyond the default of the other end, move the
 	// other end to it. If the user gives only the minimum and no step, measure only this size.

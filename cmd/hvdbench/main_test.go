@@ -189,7 +189,8 @@ func TestFlags(t *testing.T) {
 func TestWrongUsage(t *testing.T) {
 	for _, args := range [][]string{
 		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"},
-		{"--workload", "gpt2", "--many", "3:8"},
+		{"--workload", "gpt2", "--many", "3:8"}, {"--workload", "gpt2", "-b", "8"},
+		{"--many", "3:8", "--op", "max"}, {"--mode", "grouped"},
 		{"cores", "allreduce"}, {"cores", "-b", "8"}, {"cores", "--format", "json"},
 	} {
 		var stdout, stderr bytes.Buffer

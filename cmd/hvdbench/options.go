@@ -244,6 +244,8 @@ func (o *options) check() error {
 		return fmt.Errorf("--in-place and --out-of-place are both false, want at least one of them")
 	case o.workload != "" && o.many.count > 0:
 		return fmt.Errorf("--workload and --many cannot be used together")
+	case (o.workload != "" || o.many.count > 0) && o.kind != message.Allreduce:
+		return fmt.Errorf("--workload and --many measure only allreduce, got %v", o.kind)
 	case o.offset < 0 || o.offset >= pageBytes || o.offset%8 != 0:
 		return fmt.Errorf("--offset is %d, want a multiple of 8 from 0 to %d", o.offset, pageBytes-8)
 	case o.offset > 0 && (o.arena || o.gpu):

@@ -140,6 +140,7 @@ func TestContradictions(t *testing.T) {
 		"--average is 4":                               func(o *options) { o.average = 4 },
 		`--format is "xml"`:                            func(o *options) { o.format = "xml" },
 		"cannot be used together":                      func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
+		"measure only allreduce, got barrier":          func(o *options) { o.kind, o.workload = message.Barrier, "gpt2" },
 		"--in-place and --out-of-place are both false": func(o *options) { o.placements = nil },
 		"--gpu measures only allreduce":                func(o *options) { o.gpu, o.arena = true, true },
 		"--offset is 4096":                             func(o *options) { o.offset = 4096 },
