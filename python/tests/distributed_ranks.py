@@ -143,9 +143,10 @@ class Collectives(Ranks):
             x[: self.rank + 1, 0] = x[: self.rank + 1, self.rank + 1] = 1
             want = x.clone()
             dist.all_reduce(want)
-            sparse = x.to_sparse()
-            dist.all_reduce(sparse)
-            self.equal(sparse.to_dense(), want)
+            for requires_grad in (False, True) if dtype.is_floating_point else (False,):
+                sparse = x.to_sparse().requires_grad_(requires_grad)
+                dist.all_reduce(sparse)
+                self.equal(sparse.to_dense(), want)
 
     def test_broadcast(self) -> None:
         for root in self.all:

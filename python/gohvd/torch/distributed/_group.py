@@ -322,7 +322,12 @@ class Calls:
             with contextlib.nullcontext() if stream is None else LISTS.using(stream):
                 (indices,), (values,) = calls[0].results(), calls[1].results()
                 total = torch.sparse_coo_tensor(indices.t(), values, t.shape, device=t.device, check_invariants=True)
-                write(t, total.coalesce())
+                total = total.coalesce()
+                if t.requires_grad:
+                    with torch.no_grad():  # write would change only the detached tensor, which gets memory of its own
+                        t.copy_(total)
+                else:
+                    write(t, total)
 
         return self._work(self._operation("all_reduce", number, calls, [t], add))
 
