@@ -63,9 +63,12 @@ func refuseSize(w *Work, i int, numBytes int) {
 	if !e.InPlace {
 		place = "the output"
 	}
-	text := fmt.Sprintf(
-		"%v %q: the result has %d bytes, but %s has %d bytes: not all ranks contributed as many rows as this rank",
-		e.Request.Kind, e.Request.Name, numBytes, place, len(e.Output))
+	why := "not all ranks contributed as many rows as this rank"
+	if e.Request.Kind == message.Scatter {
+		why = "the root has sent more or less than this rank has room for"
+	}
+	text := fmt.Sprintf("%v %q: the result has %d bytes, but %s has %d bytes: %s",
+		e.Request.Kind, e.Request.Name, numBytes, place, len(e.Output), why)
 	if rows := w.Grant.Responses[i].FirstDims; rows != nil {
 		text += fmt.Sprintf(": rows by rank %v", rows)
 	} else if len(e.Received) > 0 {

@@ -226,6 +226,21 @@ class Collectives(Ranks):
             else:
                 call()
 
+    def test_scatter_of_another_size(self) -> None:
+        """Only the ranks whose output has another size get an error."""
+        if self.size == 1:
+            self.skipTest("needs another rank")
+        last = self.rank == self.size - 1
+        call = lambda: dist.scatter(  # noqa: E731
+            torch.zeros(3 if last else 2), [torch.ones(2)] * self.size if self.rank == 0 else None, 0
+        )
+        if last:
+            got = "the result has 8 bytes, but the output has 12 bytes: the root has sent more or less than this rank has room for"
+            with self.assertRaisesRegex(MismatchError, rf"torch.distributed.scatter \(call \d+ of group .*{got}"):
+                call()
+        else:
+            call()
+
     def test_roots(self) -> None:
         for root in self.all:
             x = self.ours(3)
