@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -179,6 +181,10 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 			default: // the launcher has not read the last one yet
 			}
 		}
+	case joblink.Begun:
+		if epoch, err := strconv.ParseUint(string(body), 10, 64); err == nil {
+			r.begin(epoch)
+		}
 	case joblink.Failure, joblink.Node:
 		r.mu.Lock()
 		defer r.mu.Unlock()
@@ -187,6 +193,21 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 			r.failures[rank] = body
 		}
 	}
+}
+
+// begin drops what ranks have sent about failures of earlier epochs, because all ranks have joined an epoch.
+func (r *reporter) begin(epoch uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.ranks.Begin(epoch)
+	maps.DeleteFunc(r.failures, func(_ int, body []byte) bool {
+		d, err := recorder.Decode(body)
+		old := err != nil || d.Epoch < epoch
+		if old {
+			r.kept -= len(body)
+		}
+		return old
+	})
 }
 
 // isNews reports whether a message about the stall s should trigger a report. It should not if the last

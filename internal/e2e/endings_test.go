@@ -133,3 +133,42 @@ func TestEndings(t *testing.T) {
 		each(t, pythonEndings, []string{testnet.Python, script}, inPython...)
 	})
 }
+
+// survives is the program of two Go ranks. Rank 1 leaves the first job while rank 0 waits for it. Both join
+// and leave another job. Then rank 0 fails.
+func survives() error {
+	ctx := context.Background()
+	for job := range 2 {
+		if err := hvd.Init(ctx); err != nil {
+			return err
+		}
+		if job == 1 || hvd.Rank() == 0 {
+			_, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("gradient"))
+			if (err == nil) != (job == 1) {
+				return fmt.Errorf("job %d: got error %v", job, err)
+			}
+		}
+		rank := hvd.Rank()
+		if err := hvd.Shutdown(ctx); err != nil && job == 1 {
+			return err
+		}
+		if job == 1 && rank == 0 {
+			return errCulprit
+		}
+	}
+	return nil
+}
+
+// The ranks survive a failure and join another job. If a rank fails after that job, hvdrun does not blame the
+// rank that has caused the first failure.
+func TestSurvivedFailure(t *testing.T) {
+	j := startCommand(t, []string{hvdrunPath, "-np", "2", testnet.Self(t)}, programVariable+"=survives")
+	if status := j.wait(); status != 3 {
+		t.Errorf("status %d, want 3", status)
+	}
+	_, report, _ := strings.Cut(j.err(), "hvdrun: the job failed")
+	if !strings.Contains(report, "Root cause (first observed failure):\n  rank 0: exit status 3\n") ||
+		strings.Contains(report, "what the ranks did") {
+		t.Errorf("got the report%s", report)
+	}
+}

@@ -33,8 +33,12 @@ func program(name string) int {
 		return overHosts(serveStore)
 	case "id":
 		return overHosts(func() error { return makeID(ctx) })
-	case "ends":
-		switch err := ends(); {
+	case "ends", "survives":
+		run := ends
+		if name == "survives" {
+			run = survives
+		}
+		switch err := run(); {
 		case errors.Is(err, errCulprit):
 			return 3
 		case err != nil:

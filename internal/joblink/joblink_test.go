@@ -424,6 +424,18 @@ func TestVerdict(t *testing.T) {
 			t.Errorf("got %v, %v, want %v", v, err, step.want)
 		}
 	}
+	// When all ranks have joined epoch 5, the verdict of epoch 4 does not count, and neither does one that
+	// arrives late.
+	l.Begin(5)
+	for epoch, want := range [][]topo.Rank{4: nil, 5: {1}} {
+		if err := rank.ReportVerdict(ctx, verdictOf(uint64(epoch), "", 1)); err != nil {
+			t.Fatal(err)
+		}
+		awaitRead(t, kv)
+		if got := l.Accused(); !slices.Equal(got, want) {
+			t.Errorf("after the verdict of epoch %d: got the accused ranks %v, want %v", epoch, got, want)
+		}
+	}
 	testnet.WantError(t, rank.ReportVerdict(ctx, Verdict{Epoch: 9}), "malformed verdict")
 	unheard, err := Listen(store.NewHashStore(store.Limits{}), 1, deaf)
 	if err == nil {

@@ -74,9 +74,9 @@ func (j *job) settleVerdict(ended bool) {
 // survived reports whether the nodes of a parameter server have survived the failure that the verdict names.
 // Then the verdict does not explain why the job has failed: its nodes were to be started again, or they have
 // ended with status 0, and the job went on for more than Options.Notice before a node failed. With restarts,
-// a node that somebody has killed explains the end of the job itself. Ranks survive no failure: if some of
-// them join the next epoch, its verdict replaces this one. They may need longer than Options.Notice to end
-// after it.
+// a node that somebody has killed explains the end of the job itself. Ranks may need longer than
+// Options.Notice to end after a failure. If all of them join the next epoch, there is no verdict any more
+// (joblink.Begun).
 func (j *job) survived() bool {
 	if j.o.Nodes == nil || j.verdict == nil {
 		return false

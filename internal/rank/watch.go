@@ -140,6 +140,9 @@ func (r *Watch) Attach(e *engine.Engine) error {
 	}
 	if r.cfg.Rank == 0 {
 		r.running.Go(r.forwardStalls)
+		if r.cfg.Epoch > 1 {
+			r.running.Go(r.begun)
+		}
 	}
 	return nil
 }
@@ -426,6 +429,14 @@ func (r *Watch) failed(failure error) {
 	case <-written:
 	case <-time.After(reportTimeout):
 	}
+}
+
+// begun tells the launcher that all ranks have joined this epoch. Close waits for it, because the launcher
+// must also know of an epoch that the ranks leave at once.
+func (r *Watch) begun() {
+	ctx, cancel := context.WithTimeout(context.Background(), verdictTimeout)
+	defer cancel()
+	r.sendReport(ctx, joblink.Begun, strconv.AppendUint(nil, r.cfg.Epoch, 10))
 }
 
 // sendReport sends a report to the launcher, which writes the report to a file. It returns true if the
