@@ -10,6 +10,8 @@ the order of the calls, those of ``allreduce`` apart from those of ``allreduce_a
 from __future__ import annotations
 
 import ctypes
+import math
+import operator
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -519,6 +521,7 @@ def alloc(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     """
     kind = np.dtype(dtype)
     _numpy.code(kind)
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
-    nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
-    return np.frombuffer(_engine.Block(nbytes).view, dtype=kind).reshape(dims)
+    dims = [operator.index(n) for n in ((shape,) if isinstance(shape, (int, np.integer)) else shape)]
+    if min(dims, default=0) < 0:
+        raise ValueError(f"alloc: got shape {tuple(dims)}, want no negative dimension")
+    return np.frombuffer(_engine.Block(math.prod(dims) * kind.itemsize).view, dtype=kind).reshape(dims)

@@ -293,6 +293,10 @@ class Numpy(unittest.TestCase):
         odd[:] = 1
         self.equal(hvd.allreduce(odd, op=hvd.Sum, out=odd), np.full(2, float(self.size)))
         self.assertEqual(hvd.alloc(0).shape, (0,))
+        self.assertEqual(hvd.alloc(np.int64(3)).shape, (3,))
+        for shape in (-1, (-2, -3)):
+            with self.assertRaisesRegex(ValueError, "want no negative dimension"):
+                hvd.alloc(shape)
 
     def test_memory_is_given_back(self) -> None:
         """Memory of dropped arrays, and of results that the program has dropped or not taken, is used again."""
