@@ -12,24 +12,42 @@ import (
 // counts holds the counters from which Stats computes its result.
 type counts struct {
 	trace.Stats
-	operations [message.NumKinds][message.NumBackends]trace.Operations
-	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
+	// operations has nil for each kind and backend that has not run, because those of all of them would take
+	// 40 KiB.
+	operations [message.NumKinds][message.NumBackends]*operations
+}
+
+// operations holds the counters of the operations of one kind and backend.
+type operations struct {
+	trace.Operations
+	moved [tensor.NumDTypes]uint64 // bytes
+}
+
+// of returns the counters of a kind and backend, and makes them first if there are none.
+func (c *counts) of(k message.Kind, b message.Backend) *operations {
+	o := c.operations[k][b]
+	if o == nil {
+		o = &operations{Operations: trace.Operations{Kind: k, Backend: b}}
+		c.operations[k][b] = o
+	}
+	return o
 }
 
 // stats returns the counters as a trace.Stats.
 func (c *counts) stats() trace.Stats {
 	st := c.Stats
 	for k := range c.operations {
-		for b := range c.operations[k] {
-			ops := c.operations[k][b]
-			if ops.Tensors > 0 {
-				ops.Kind, ops.Backend = message.Kind(k), message.Backend(b)
-				st.Operations = append(st.Operations, ops)
+		for _, o := range c.operations[k] {
+			if o == nil {
+				continue
 			}
-			for d, n := range c.moved[k][b] {
+			if o.Tensors > 0 {
+				st.Operations = append(st.Operations, o.Operations)
+			}
+			for d, n := range o.moved {
 				if n > 0 {
-					st.Moved = append(st.Moved, trace.Moved{Kind: message.Kind(k),
-						Backend: message.Backend(b), DType: tensor.DType(d), Bytes: n})
+					st.Moved = append(st.Moved, trace.Moved{Kind: o.Kind, Backend: o.Backend,
+						DType: tensor.DType(d), Bytes: n})
 				}
 			}
 		}
@@ -56,6 +74,7 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, failed 
 		numBytes int64
 		tensors  uint64
 	)
+	done := c.of(whole.Kind, whole.Backend)
 	for i := range submitted {
 		t := &submitted[i]
 		c.Negotiation.Add(whole.Granted - t.Submitted)
@@ -72,12 +91,12 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, failed 
 		}
 		tensors += uint64(max(t.Parts, 1))
 		numBytes += t.Bytes
-		if moved := &c.moved[whole.Kind][whole.Backend]; t.DType.Valid() || t.Parts == 0 {
-			moved[t.DType] += uint64(t.Bytes)
+		if t.DType.Valid() || t.Parts == 0 {
+			done.moved[t.DType] += uint64(t.Bytes)
 		} else {
 			for dt, shape := range responses[i].Parts.All() {
 				n, _ := shape.NumElems() // cannot fail, because the decoder has checked the shape
-				moved[dt] += uint64(n) * uint64(dt.Size())
+				done.moved[dt] += uint64(n) * uint64(dt.Size())
 			}
 		}
 	}
@@ -85,7 +104,6 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, failed 
 		return
 	}
 	c.Queued.Add(whole.Begun - whole.Granted)
-	done := &c.operations[whole.Kind][whole.Backend]
 	done.Durations.Add(whole.Ended - whole.Begun)
 	done.Tensors += tensors
 	if whole.Kind.MovesData() && !whole.Kind.SendsRows() && len(submitted) > 0 {
@@ -105,9 +123,9 @@ func (c *counts) addMessage(r *trace.Record, err error) {
 	case err != nil:
 		c.Failed++
 	default:
-		done := &c.operations[r.Kind][r.Backend]
+		done := c.of(r.Kind, r.Backend)
 		done.Durations.Add(r.Ended - r.Submitted)
 		done.Tensors++
-		c.moved[r.Kind][r.Backend][r.DType] += uint64(r.Bytes)
+		done.moved[r.DType] += uint64(r.Bytes)
 	}
 }
