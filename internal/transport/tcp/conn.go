@@ -60,8 +60,7 @@ type conn struct {
 
 	// The fields of this block belong to the writer. They live longer than a batch, because the writer should
 	// not allocate.
-	small    [maxBatch][]byte
-	batch    [][]byte // the buffers to write, at the beginning of small
+	batch    [][]byte // the buffers to write
 	gathered []byte   // a copy of the bytes of batch
 	record   []byte   // the bytes of the next TLS record
 	unsent   int      // number of bytes that were passed to out and are not counted in sent yet
@@ -273,9 +272,9 @@ func (c *conn) drain() {
 		case n > 1:
 			err = c.writeBatch()
 		default:
-			_, err = c.write(c.small[0], c.sock.WriteSome)
+			_, err = c.write(c.batch[0], c.sock.WriteSome)
 		}
-		clear(c.small[:n])
+		clear(c.batch)
 		c.mu.Lock()
 		if err != nil {
 			c.serr = err
@@ -288,16 +287,15 @@ func (c *conn) drain() {
 // fillBatch puts the first buffer of queue into batch. It then adds the next buffers as long as the batch has
 // at most maxBatchBytes. It returns the number of buffers in the batch. The caller holds mu.
 func (c *conn) fillBatch() int {
-	n, numBytes := 0, 0
+	c.batch = c.batch[:0]
+	numBytes := 0
 	for _, p := range c.queue[c.head:min(c.head+maxBatch, len(c.queue))] {
-		if numBytes += len(p); numBytes > maxBatchBytes && n > 0 {
+		if numBytes += len(p); numBytes > maxBatchBytes && len(c.batch) > 0 {
 			break
 		}
-		c.small[n] = p
-		n++
+		c.batch = append(c.batch, p)
 	}
-	c.batch = c.small[:n]
-	return n
+	return len(c.batch)
 }
 
 // writeBatch copies batch into one buffer and writes that buffer. A copy costs less than a system call for
