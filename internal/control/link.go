@@ -21,7 +21,7 @@ const (
 	headerBytes = 8
 	// firstStep is the size of a receive buffer at first, which has room for the frames of a cached cycle.
 	// The buffer doubles, but grows by at most readStep before more bytes arrive.
-	firstStep = 4 << 10
+	firstStep = 1 << 10
 	readStep  = 64 << 10
 	// maxKeptBytes is the maximum size of a buffer that is kept for later frames, and maxKeptBuffers is the
 	// maximum number of such buffers.
