@@ -8,10 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"google.golang.org/protobuf/proto"
-
-	"github.com/gohvd/gohvd/internal/message/messagepb"
-	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -89,7 +85,7 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 			b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Requests)))
 			for j := range s.Requests {
 				var err error
-				if b, err = appendProto(b, requestToPB(&s.Requests[j])); err != nil {
+				if b, err = appendRequest(b, &s.Requests[j]); err != nil {
 					return b, fmt.Errorf("message: encode request %q: %w", s.Requests[j].Name, err)
 				}
 			}
@@ -247,7 +243,7 @@ func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
 		b = binary.LittleEndian.AppendUint32(b, uint32(len(g.Full)))
 		for _, r := range g.Full {
 			var err error
-			if b, err = appendProto(b, responseToPB(r)); err != nil {
+			if b, err = appendResponse(b, r); err != nil {
 				return b, fmt.Errorf("message: encode response %q: %w", r.Name, err)
 			}
 		}
@@ -461,19 +457,6 @@ func appendText(b []byte, s string) []byte {
 	return append(b, s...)
 }
 
-var marshal = proto.MarshalOptions{Deterministic: true}
-
-func appendProto(b []byte, m proto.Message) ([]byte, error) {
-	at := len(b)
-	b = append(b, 0, 0, 0, 0)
-	b, err := marshal.MarshalAppend(b, m)
-	if err != nil {
-		return b, err
-	}
-	binary.LittleEndian.PutUint32(b[at:], uint32(len(b)-at-4))
-	return b, nil
-}
-
 // decoder decodes fields from the front of b. After the first error it returns the zero value for every
 // field.
 type decoder struct {
@@ -611,107 +594,9 @@ func (d *decoder) text() string {
 	return truncateText(string(d.take(n)))
 }
 
-func (d *decoder) proto(m proto.Message) bool {
-	n := d.count(1)
-	p := d.take(n)
-	if d.err != nil {
-		return false
-	}
-	if err := proto.Unmarshal(p, m); err != nil {
-		d.fail(fmt.Errorf("got a malformed request or response: %w", err))
-		return false
-	}
-	return true
-}
-
 func (d *decoder) end() error {
 	if d.err == nil && len(d.b) > 0 {
 		return errTrailing
 	}
 	return d.err
-}
-
-func requestToPB(r *Request) *messagepb.Request {
-	return &messagepb.Request{
-		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
-		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
-		RootRank: int32(r.Root),
-		Group:    r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: int32s(r.Ranks),
-		MembersOnly: r.MembersOnly, ProcessSet: uint32(r.Set), Parts: r.Parts, Device: int32(r.Device),
-	}
-}
-
-func (d *decoder) request(r *Request) {
-	var pb messagepb.Request
-	if !d.proto(&pb) {
-		return
-	}
-	*r = Request{
-		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
-		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
-		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: fromInt32s[topo.Rank](pb.Ranks),
-		MembersOnly: pb.MembersOnly, Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
-		Device: tensor.Device(pb.Device),
-	}
-	if err := r.Check(); err != nil {
-		d.fail(err)
-	}
-}
-
-func responseToPB(r *Response) *messagepb.Response {
-	return &messagepb.Response{
-		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
-		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
-		RootRank: int32(r.Root),
-		Group:    r.Group, GroupSize: r.GroupSize, Ranks: int32s(r.Ranks), ProcessSet: uint32(r.Set),
-		Parts: r.Parts, Devices: int32s(r.Devices),
-		Text: truncateText(r.Text),
-	}
-}
-
-func (d *decoder) response(r *Response) {
-	var pb messagepb.Response
-	if !d.proto(&pb) {
-		return
-	}
-	*r = Response{
-		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
-		FirstDims: pb.FirstDims,
-		Op:        tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
-		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: fromInt32s[topo.Rank](pb.Ranks),
-		Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
-		Devices: fromInt32s[tensor.Device](pb.Devices), Text: pb.Text,
-	}
-	if err := r.check(); err != nil {
-		d.fail(err)
-	}
-}
-
-// narrow converts v to a byte. If v is too large, the result is 255, which is not a valid value of any type.
-func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
-
-// int32s returns the elements of s as the type that protobuf messages have. It returns nil if s is empty.
-func int32s[T ~int32](s []T) []int32 {
-	if len(s) == 0 {
-		return nil
-	}
-	pb := make([]int32, len(s))
-	for i, v := range s {
-		pb[i] = int32(v)
-	}
-	return pb
-}
-
-// fromInt32s returns the elements of pb as a T. It returns nil if pb is empty.
-func fromInt32s[T ~int32](pb []int32) []T {
-	if len(pb) == 0 {
-		return nil
-	}
-	s := make([]T, len(pb))
-	for i, v := range pb {
-		s[i] = T(v)
-	}
-	return s
 }
