@@ -130,7 +130,7 @@ conformance: ## test every operation in every configuration against the referenc
 
 .PHONY: scale
 scale: ## compare the simulation with engines in one process and with processes, and print the tables of docs/scale.md
-	$(GO) test -count 1 -run 'TestSimulation$$' -v ./internal/engine -args -simulated-ranks 256
+	$(GO) test -count 1 -run 'TestSimulation$$' -v ./internal/engine -args -simulated-ranks 1024
 	$(GO) test -count 1 -run 'TestValidation$$' -v -timeout 30m ./internal/engine -args -validate
 	$(GO) test -count 1 -run 'TestScale$$' -v -timeout 30m ./internal/simulate -args -scale
 
