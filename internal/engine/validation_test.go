@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/simulate"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -42,10 +44,11 @@ type partConfig struct {
 	Addrs             []string // of all ranks
 }
 
-// partResult is what one process has measured: its processor time and the time for all steps, and the memory
-// of its engine, which is that of the heap and of the stacks after all steps.
+// partResult is what one process has measured: its processor time, the time and how often a thread has parked
+// for all steps, and the memory of its engine, which is that of the heap and of the stacks after all steps.
 type partResult struct {
 	CPU, Time time.Duration
+	Parks     int64
 	Bytes     uint64
 }
 
@@ -103,14 +106,24 @@ func TestValidationPart(t *testing.T) {
 		}
 	}
 	run(3)
-	cpu, began := testnet.ProcessorTime(t), time.Now()
+	parked, cpu, began := parks(t), testnet.ProcessorTime(t), time.Now()
 	run(p.Steps)
-	r := partResult{CPU: testnet.ProcessorTime(t) - cpu, Time: time.Since(began)}
+	r := partResult{CPU: testnet.ProcessorTime(t) - cpu, Time: time.Since(began), Parks: parks(t) - parked}
 	if after := used(); after > before {
 		r.Bytes = after - before
 	}
 	check(e.Shutdown(ctx, engine.Departure{}))
 	check(out.Encode(r))
+}
+
+// parks returns how often threads of this process have waited for something.
+func parks(t *testing.T) int64 {
+	t.Helper()
+	var used unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &used); err != nil {
+		t.Fatal(err)
+	}
+	return used.Nvcsw
 }
 
 // used returns the memory of the heap and of the stacks after a garbage collection.
@@ -129,10 +142,11 @@ type part struct {
 	out *json.Decoder
 }
 
-// measureJob runs a job whose ranks are processes. It returns their results.
-func measureJob(t *testing.T, job partConfig) []partResult {
+// measureJobs runs equal jobs at the same time, whose ranks are processes. It returns the results of the
+// ranks of the first job, then of the second job and so on.
+func measureJobs(t *testing.T, job partConfig, jobs int) []partResult {
 	t.Helper()
-	parts := make([]part, job.Size)
+	parts := make([]part, jobs*job.Size)
 	for i := range parts {
 		p := &parts[i]
 		p.cmd = exec.CommandContext(t.Context(), os.Args[0], "-test.run=TestValidationPart$")
@@ -150,15 +164,15 @@ func measureJob(t *testing.T, job partConfig) []partResult {
 		}
 		p.out = json.NewDecoder(out)
 	}
+	addrs := make([]string, len(parts))
 	for i := range parts {
-		var addr string
-		if err := parts[i].out.Decode(&addr); err != nil {
+		if err := parts[i].out.Decode(&addrs[i]); err != nil {
 			t.Fatal(err)
 		}
-		job.Addrs = append(job.Addrs, addr)
 	}
 	for i := range parts {
-		job.Rank = i
+		job.Rank = i % job.Size
+		job.Addrs = addrs[i-job.Rank:][:job.Size]
 		if err := json.NewEncoder(parts[i].in).Encode(job); err != nil {
 			t.Fatal(err)
 		}
@@ -177,31 +191,42 @@ func measureJob(t *testing.T, job partConfig) []partResult {
 	return results
 }
 
-// measured is what a step of a job costs: the processor time of rank 0 and the mean of the others, the time
-// of the step, and the memory of rank 0 and the mean of the others.
+// measured is what a step of a job costs: the processor time of rank 0 and the mean of the others, how often
+// a thread of another rank has parked, the time of the step, and the memory of rank 0 and the mean of the
+// others.
 type measured struct {
 	root, other, step     time.Duration
+	parks                 float64
 	rootBytes, otherBytes uint64
 }
 
-// stepOf runs a job of real processes and returns the mean of its steps.
-func stepOf(t *testing.T, job partConfig) (m measured) {
+// stepOf runs jobs of real processes at the same time and returns the mean of their steps.
+func stepOf(t *testing.T, job partConfig, jobs int) (m measured) {
 	t.Helper()
-	results := measureJob(t, job)
-	for _, r := range results[1:] {
+	parks := int64(0)
+	for i, r := range measureJobs(t, job, jobs) {
+		if i%job.Size == 0 {
+			m.root += r.CPU
+			m.step += r.Time
+			m.rootBytes += r.Bytes
+			continue
+		}
 		m.other += r.CPU
 		m.otherBytes += r.Bytes
+		parks += r.Parks
 	}
-	steps, others := time.Duration(job.Steps), time.Duration(job.Size-1)
-	root := results[0]
-	return measured{root.CPU / steps, m.other / steps / others, root.Time / steps, root.Bytes,
-		m.otherBytes / uint64(others)}
+	roots, others := jobs, jobs*(job.Size-1)
+	m.root /= time.Duration(job.Steps * roots)
+	m.step /= time.Duration(job.Steps * roots)
+	m.rootBytes /= uint64(roots)
+	m.other /= time.Duration(job.Steps * others)
+	m.otherBytes /= uint64(others)
+	m.parks = float64(parks) / float64(job.Steps*others)
+	return m
 }
 
-// simulated returns the mean of simulated steps, in which waking a rank costs wake. turns are those of all
-// ranks, and rootTurns those of rank 0.
-func simulated(t *testing.T, job partConfig, policy simulate.Policy, wake time.Duration) (m measured,
-	rootTurns, turns float64) {
+// simulated returns the mean of simulated steps, in which waking a rank costs wake.
+func simulated(t *testing.T, job partConfig, policy simulate.Policy, wake time.Duration) (m measured) {
 	t.Helper()
 	costs := simulate.Measured
 	costs.Wake = wake
@@ -220,26 +245,37 @@ func simulated(t *testing.T, job partConfig, policy simulate.Policy, wake time.D
 		m.step += s.Latency / steps
 		m.other += (s.Leader.CPU*time.Duration(leaders) + s.Member.CPU*time.Duration(members)) / steps /
 			time.Duration(job.Size-1)
-		rootTurns += float64(s.Root.Turns) / steps
-		turns += float64(s.Root.Turns+s.Leader.Turns*leaders+s.Member.Turns*members) / steps
 	}
-	return m, rootTurns, turns
+	return m
+}
+
+// wakeAmong measures what waking a rank costs if there are so many processes: they are jobs of 8 ranks, and
+// the cost is that with which ranks other than rank 0 of such a job have their simulated processor time.
+func wakeAmong(t *testing.T, processes int) (wake time.Duration) {
+	t.Helper()
+	small := partConfig{Size: perHost, Capacity: 64, Steps: max(20, 800/processes), Above: perHost}
+	got := stepOf(t, small, processes/perHost).other
+	for most := 10 * time.Millisecond; most-wake > 100*time.Nanosecond; {
+		if middle := (wake + most) / 2; simulated(t, small, simulate.Star, middle).other < got {
+			wake = middle
+		} else {
+			most = middle
+		}
+	}
+	return wake
 }
 
 // TestValidation compares the processor time and the memory of jobs of real processes, which have no core to
-// themselves, with the simulation. It measures the cost of waking a rank in a small job first, because it
-// depends on what else the machine does.
+// themselves, with the simulation. For each number of processes it first measures the cost of waking a rank
+// in small jobs, because the cost depends on the machine, on what else it does and on the number of
+// processes.
 func TestValidation(t *testing.T) {
 	if !*validate {
 		t.Skip("make scale compares real processes with the simulation")
 	}
-	small := partConfig{Size: perHost, Capacity: 64, Steps: 100, Above: perHost}
-	got := stepOf(t, small)
-	want, _, turns := simulated(t, small, simulate.Star, 0)
-	wake := max(0, time.Duration(float64(got.root-want.root+(perHost-1)*(got.other-want.other))/turns))
-	fmt.Printf("waking a rank costs %v\n", wake.Round(time.Microsecond))
-	fmt.Println("| ranks | policy | cache | CPU of rank 0, real | simulated | ratio | CPU of others, real | simulated | ratio | time of a step, real | simulated | KiB at rank 0 | KiB at others |")
-	fmt.Println("|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+	wakes := make(map[int]time.Duration)
+	fmt.Println("| ranks | policy | cache | waking | CPU of rank 0, real | simulated | ratio | CPU of others, real | simulated | ratio | parks | time of a step, real | simulated | ratio | KiB at rank 0 | KiB at others |")
+	fmt.Println("|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
 	us := func(d time.Duration) float64 { return float64(d) / 1e3 }
 	for _, c := range []struct {
 		ranks    int
@@ -250,16 +286,20 @@ func TestValidation(t *testing.T) {
 		{64, simulate.Leaders, 64}, {64, simulate.Leaders, 0}, {128, simulate.Leaders, 64},
 		{256, simulate.Leaders, 64},
 	} {
-		job := partConfig{Size: c.ranks, Capacity: c.capacity, Steps: max(10, 800/c.ranks), Above: 1}
+		if _, known := wakes[c.ranks]; !known {
+			wakes[c.ranks] = wakeAmong(t, c.ranks)
+		}
+		job := partConfig{Size: c.ranks, Capacity: c.capacity, Steps: max(20, 800/c.ranks), Above: 1}
 		if c.policy == simulate.Star {
 			job.Above = c.ranks
 		}
-		got := stepOf(t, job)
-		want, rootTurns, _ := simulated(t, job, c.policy, wake)
-		fmt.Printf("| %d | %s | %s | %.0f us | %.0f us (%.0f turns) | %.2f | %.0f us | %.0f us | %.2f | %.1f ms | %.1f ms | %d | %d |\n",
-			c.ranks, c.policy, map[bool]string{true: "yes", false: "no"}[c.capacity > 0],
-			us(got.root), us(want.root), rootTurns, float64(got.root)/float64(want.root),
-			us(got.other), us(want.other), float64(got.other)/float64(want.other),
-			us(got.step)/1e3, us(want.step)/1e3, got.rootBytes>>10, got.otherBytes>>10)
+		got, want := stepOf(t, job, 1), simulated(t, job, c.policy, wakes[c.ranks])
+		ratio := func(got, want time.Duration) float64 { return float64(got) / float64(want) }
+		fmt.Printf("| %d | %s | %s | %.0f us | %.0f us | %.0f us | %.2f | %.0f us | %.0f us | %.2f | %.1f | %.1f ms | %.1f ms | %.2f | %d | %d |\n",
+			c.ranks, c.policy, map[bool]string{true: "yes", false: "no"}[c.capacity > 0], us(wakes[c.ranks]),
+			us(got.root), us(want.root), ratio(got.root, want.root),
+			us(got.other), us(want.other), ratio(got.other, want.other), got.parks,
+			us(got.step)/1e3, us(want.step)/1e3, ratio(got.step, want.step), got.rootBytes>>10,
+			got.otherBytes>>10)
 	}
 }

@@ -50,8 +50,8 @@ type Config struct {
 	Costs          Costs
 	// Cores is the number of cores that all ranks share: a rank that has something to do waits until a core
 	// is free. The rank that was woken last gets the next free core, and in a step rank 0 is woken last. This
-	// rule was chosen because it fits jobs of real processes (docs/scale.md), and not from what the kernel
-	// does. If Cores is 0, every rank has a core to itself.
+	// rule is not what the kernel does; it gives rank 0 more turns than most jobs of real processes have
+	// (docs/scale.md). If Cores is 0, every rank has a core to itself.
 	Cores int
 	// CPU, if not nil, reads a clock of CPU time, which measures what the state machines use (Load.Real).
 	CPU func() time.Duration
