@@ -590,6 +590,12 @@ class Groups(Ranks):
                 self.equal(part, float(want[0]))
         dist.barrier()
 
+    def test_ranks_outside_the_job(self) -> None:
+        """If the first group has only some ranks, as beside a default group of gloo, later ones have no others."""
+        want = r"ranks \[1\] are not in the job, which has ranks \[0\]: the first group .* must have the ranks of all others"
+        with self.assertRaisesRegex(ValueError, want):
+            _job.Job([0], True).process_set([0, 1], "later", timedelta(minutes=1))
+
     def test_several_backends(self) -> None:
         if not _HAS_BACKENDS:
             self.skipTest("this torch has no backends by device")

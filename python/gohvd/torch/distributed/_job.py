@@ -48,7 +48,10 @@ class Job:
         known = list(range(_engine_.place().size)) if self.ranks is None else self.ranks
         outside = [r for r in ranks if r not in known]
         if outside:
-            raise ValueError(f"new group: ranks {outside} are not in the job, which has ranks {known}")
+            raise ValueError(
+                f"new group: ranks {outside} are not in the job, which has ranks {known}: the first group of the backend "
+                "gohvd must have the ranks of all others"
+            )
         members = [known.index(r) for r in ranks]
         # torch may give one name to groups that have no rank in common. The name of a set belongs to the whole job.
         label = f"torch.{name} from rank {min(members)}"
