@@ -555,12 +555,17 @@ class Groups(Ranks):
         parts = [torch.zeros(1) for _ in self.all]
         dist.all_gather(parts, own, group=group)
         self.equal(torch.cat(parts), torch.cat(values))
-        whole = torch.zeros(n)
-        dist.all_gather_into_tensor(whole, own, group=group)
-        self.equal(whole, torch.cat(values))
+        for make in (lambda *shape: torch.zeros(shape), lambda rows, columns: torch.zeros(columns, rows).t()):
+            whole, pair = make(n, 2), make(1, 2)
+            dist.all_gather_into_tensor(whole, own.expand(2), group=group)
+            self.equal(whole, torch.stack(values))
+            whole.copy_(torch.arange(2.0 * n).view(n, 2))
+            dist.reduce_scatter_tensor(pair, whole, group=group)
+            self.equal(pair, [[n * 2.0 * me, n * (2.0 * me + 1)]])
+        if n > 1:
+            with self.assertRaisesRegex(ValueError, "not contiguous, and . parts that do not have whole rows"):
+                dist.all_gather_into_tensor(make(n + 1, n), torch.zeros(n + 1), group=group)
         part = torch.zeros(1)
-        dist.reduce_scatter_tensor(part, torch.arange(float(n)), group=group)
-        self.equal(part, float(n * me))
         dist.reduce_scatter(part, [torch.tensor([float(i)]) for i in self.all], group=group)
         self.equal(part, float(n * me))
         for root in self.all:

@@ -279,8 +279,17 @@ class Calls:
         if not self._order:
             return parts
         if len(parts) == 1:
-            flat = parts[0].view(-1)
-            parts = list(flat.split(counts or [flat.numel() // self._size] * self._size))
+            (whole,) = parts
+            counts = counts or [whole.numel() // self._size] * self._size
+            with contextlib.suppress(RuntimeError):  # as a transposed tensor has no such view
+                whole = whole.view(-1)
+            row = math.prod(whole.shape[1:])
+            if any([n % row for n in counts]):
+                raise ValueError(
+                    f"got a tensor of shape {tuple(whole.shape)} that is not contiguous, and {self._size} parts that do not "
+                    "have whole rows: use contiguous()"
+                )
+            parts = list(whole.split([n // row for n in counts]))
         return [parts[r] for r in self._order]
 
     # Collectives on one tensor.
