@@ -7,6 +7,7 @@ import (
 	"io"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
@@ -59,6 +60,23 @@ func TestLinkBacklog(t *testing.T) {
 	}
 	if err := l.send(nil); !errors.Is(err, ErrBacklog) {
 		t.Errorf("with more: got error %v, want %v", err, ErrBacklog)
+	}
+}
+
+// A rank leads only those whose frames it passes on, and no rank that the job does not have.
+func TestLeads(t *testing.T) {
+	l := &Links{cfg: Config{Size: 6, Leaders: topo.Leaders{0, 1, 2, 2, 4, 4}}}
+	for _, c := range []struct {
+		leader topo.Rank
+		ranks  []topo.Rank
+		want   bool
+	}{
+		{2, []topo.Rank{2, 3}, true}, {2, nil, true}, {2, []topo.Rank{3, 4}, false},
+		{3, []topo.Rank{2}, false}, {2, []topo.Rank{3, 6}, false}, {4, []topo.Rank{1 << 30}, false},
+	} {
+		if got := l.Leads(c.leader, c.ranks); got != c.want {
+			t.Errorf("rank %d leads ranks %v: %t, want %t", c.leader, c.ranks, got, c.want)
+		}
 	}
 }
 
