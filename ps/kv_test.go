@@ -875,7 +875,7 @@ func TestFailedRequestIsDropped(t *testing.T) {
 }
 
 // TestParkedBytes checks that the values of requests that wait for keys are bounded, and that they are not
-// counted any more when the worker has gone.
+// counted any more when the worker has gone. Lists of keys of workers that have gone are forgotten too.
 func TestParkedBytes(t *testing.T) {
 	job{t: t, servers: 1, workers: 1}.run(func(po *Node) {
 		if po.Role() != Server {
@@ -897,10 +897,12 @@ func TestParkedBytes(t *testing.T) {
 		if want := maxHeldBytes/len(vals) - 1; len(s.parked) != want || s.parkedBytes < want*len(vals) {
 			t.Errorf("%d requests with %d bytes wait, want %d", len(s.parked), s.parkedBytes, want)
 		}
+		s.lists[senderKey{process: van.Process{ID: van.WorkerID(2)}}] = newServerLists()
 		s.c.gone()
 		push(s.handle, 0)
-		if len(s.parked) > 0 || s.parkedBytes != 0 {
-			t.Errorf("%d requests with %d bytes wait for a worker that has gone", len(s.parked), s.parkedBytes)
+		if len(s.parked)+len(s.lists) > 0 || s.parkedBytes != 0 {
+			t.Errorf("%d requests with %d bytes, and %d lists, are kept for workers that have gone",
+				len(s.parked), s.parkedBytes, len(s.lists))
 		}
 	})
 }
