@@ -5,6 +5,7 @@ package mpi
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
@@ -243,6 +244,18 @@ func TestExtremesOfFloats(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A gather fails if the head of any frame is malformed.
+func TestMalformedHead(t *testing.T) {
+	n := job.Size()
+	c := &collectives{comm: job.comm, kind: gather, heads: make([]byte, n*headBytes),
+		frames: make([][]byte, n)}
+	binary.LittleEndian.PutUint32(c.heads, frameBytes+1)
+	var p *transport.PeerError
+	if err := c.findRests(); job.Rank() == 0 && (!errors.As(err, &p) || p.Peer != 0) {
+		t.Errorf("got error %v, want one that names rank 0", err)
+	}
 }
 
 // The collectives of the negotiation combine vectors, and pass frames of any length.
