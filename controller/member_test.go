@@ -489,6 +489,16 @@ func TestStoppedProcess(t *testing.T) {
 	if tick(m, time.Hour+controller.VerdictTimeout); m.Verdict() == nil {
 		t.Error("got no verdict in time")
 	}
+	// Nor does the coordinator end a shutdown in which ranks still execute operations.
+	c = newTestCoordinator(2)
+	for r := range topo.Rank(2) {
+		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
+	}
+	c.Ready()
+	c.Advance()
+	if tick(c, time.Hour); c.Closed() {
+		t.Error("the shutdown ended after the stop")
+	}
 }
 
 // A suspicion explains a timeout better, even if it is read after the report of the timeout in the same turn.
