@@ -7,6 +7,7 @@ import (
 	"io"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -60,6 +61,21 @@ func TestLinkBacklog(t *testing.T) {
 	}
 	if err := l.send(nil); !errors.Is(err, ErrBacklog) {
 		t.Errorf("with more: got error %v, want %v", err, ErrBacklog)
+	}
+}
+
+// A frame that is too large is the fault of this rank, and a full queue that of the peer.
+func TestFaultOfSend(t *testing.T) {
+	l := &Links{cfg: Config{Rank: 2, Sent: func() {}}}
+	for _, c := range []struct {
+		waiting, numBytes int
+		want              topo.Rank
+		err               error
+	}{{0, message.MaxFrameBytes + 1, 2, ErrTooLarge}, {maxBacklogBytes + 1, 1, 3, ErrBacklog}} {
+		k := &link{peer: 3, conn: new(pipe), total: uint64(c.waiting)}
+		if r, err := l.sendOver(k, make([]byte, c.numBytes)); r != c.want || !errors.Is(err, c.err) {
+			t.Errorf("got a fault of rank %d, %v, want one of rank %d, %v", r, err, c.want, c.err)
+		}
 	}
 }
 
