@@ -496,6 +496,22 @@ func TestCallbackOfFailedCall(t *testing.T) {
 	})
 }
 
+// TestListsAreForgotten checks that a worker forgets the oldest lists of keys, and counts the bytes of the
+// others.
+func TestListsAreForgotten(t *testing.T) {
+	var lists keyLists
+	one := func([]uint64) ([]int, error) { return []int{0, 1}, nil }
+	for key := range uint64(2 * maxLists) {
+		if _, err := lists.get([]uint64{key}, one); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := len(lists.order); n != maxLists || len(lists.lists) != n || lists.bytes != n*keyBytes ||
+		lists.order[0].keys[0] != maxLists {
+		t.Errorf("%d lists with %d bytes are left, want the last %d", n, lists.bytes, maxLists)
+	}
+}
+
 // TestPlacesAreBounded checks that a server forgets where the values of lists are if these take too much
 // memory, and counts that memory right.
 func TestPlacesAreBounded(t *testing.T) {
