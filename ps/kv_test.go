@@ -914,7 +914,7 @@ func TestParkedBytes(t *testing.T) {
 			t.Errorf("%d requests with %d bytes wait, want %d", len(s.parked), s.parkedBytes, want)
 		}
 		s.lists[senderKey{process: van.Process{ID: van.WorkerID(2)}}] = newServerLists()
-		s.c.gone()
+		s.c.lost(stranger.ID, van.ErrLeft)
 		push(s.handle, 0)
 		if len(s.parked)+len(s.lists) > 0 || s.parkedBytes != 0 {
 			t.Errorf("%d requests with %d bytes, and %d lists, are kept for workers that have gone",
