@@ -308,7 +308,9 @@ func TestDevShm(t *testing.T) {
 // each resource that does not suffice.
 func TestRanks(t *testing.T) {
 	const group, pids, none = "sys/fs/cgroup/job/", "sys/kernel/pid_max", unix.RLIM_INFINITY
-	status := func(caps string) files { return files{"proc/self/status": "Name:\tx\nCapEff:\t" + caps + "\n"} }
+	status := func(caps string) files {
+		return files{"proc/self/status": "Name:\tx\nThreads:\t9\nCapEff:\t" + caps + "\n"}
+	}
 	for name, c := range map[string]struct {
 		more          files
 		nofile, nproc uint64
@@ -327,7 +329,7 @@ func TestRanks(t *testing.T) {
 			"ok ranks: 64 by 768 processes and threads (/proc/" + pids, 1},
 		"pids of the cgroup": {files{"proc/" + pids: "32768\n", group + "pids.max": "1200", group + "pids.current": "1"},
 			531, none, "ok ranks: 99 by 531 open files (hvdrun needs 5 for each rank, the lowest rank up to 4), 99 by 1199 processes", 2},
-		"threads of the user": {status("0000000000000400"), none, 1199,
+		"threads of the user": {status("0000000000000400"), none, 9 + 1199,
 			"ok ranks: 99 by 1199 processes and threads (RLIMIT_NPROC", 1},
 		"threads of root": {status("000001ffffffffff"), none, 1199,
 			"ok ranks: this host can run about 256 ranks", 0},

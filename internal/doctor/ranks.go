@@ -60,8 +60,8 @@ func rooms(s *System) (all []room) {
 }
 
 // threads returns how many processes and threads the kernel, the cgroups and the limit of the user still
-// permit, and the name of the least limit. From the limit of the user, those that the user has already are
-// not subtracted, because the files of all processes would have to be read for them.
+// permit, and the name of the least limit. From the limit of the user, only those of this process are
+// subtracted, because the files of all processes would have to be read for the others of the user.
 func threads(s *System) (left uint64, limit string, limited bool) {
 	least := func(n uint64, name string) {
 		if !limited || n < left {
@@ -82,7 +82,8 @@ func threads(s *System) (left uint64, limit string, limited bool) {
 		}
 	}
 	if r, err := s.Rlimit(unix.RLIMIT_NPROC); err == nil && r.Cur != unix.RLIM_INFINITY && !exempt(s) {
-		least(r.Cur, "RLIMIT_NPROC; those that this user has already are not subtracted")
+		own, _ := strconv.ParseUint(ownStatus(s, "Threads"), 10, 64) // 0 if it is unknown
+		least(r.Cur-min(r.Cur, own), "RLIMIT_NPROC; those of this user's other processes are not subtracted")
 	}
 	return left, limit, limited
 }
@@ -103,17 +104,19 @@ func runningThreads(s *System) uint64 {
 // CAP_SYS_RESOURCE or CAP_SYS_ADMIN.
 func exempt(s *System) bool {
 	const caps = 1<<unix.CAP_SYS_RESOURCE | 1<<unix.CAP_SYS_ADMIN
-	text, err := fs.ReadFile(s.Root, "proc/self/status")
-	if err != nil {
-		return false
-	}
+	n, _ := strconv.ParseUint(ownStatus(s, "CapEff"), 16, 64) // 0 if they are unknown
+	return n&caps != 0
+}
+
+// ownStatus returns the value of a field of /proc/self/status, or "" if it is unknown.
+func ownStatus(s *System, field string) string {
+	text, _ := fs.ReadFile(s.Root, "proc/self/status") // without the file there are no fields
 	for line := range strings.Lines(string(text)) {
-		if set, found := strings.CutPrefix(line, "CapEff:"); found {
-			n, err := strconv.ParseUint(strings.TrimSpace(set), 16, 64)
-			return err == nil && n&caps != 0
+		if value, found := strings.CutPrefix(line, field+":"); found {
+			return strings.TrimSpace(value)
 		}
 	}
-	return false
+	return ""
 }
 
 // ranks reports how many ranks this host can run.
