@@ -76,8 +76,9 @@ type Env struct {
 	dir   string // directory of the job on this host, which the variable dirName names
 	pmiFD int    // -1 if unknown
 	node  int    // number of this host in the job, -1 if unknown
-	// dirName is the variable from which dir comes.
-	dirName string
+	// dirName is the variable from which dir comes. If way is atMaster, hostName and portName are the
+	// settings that say where the ranks meet.
+	dirName, hostName, portName string
 	// missing says what of the launcher would let the ranks meet. It is used only if way is byUser.
 	missing string
 	// loopback is true if the address at which the ranks meet is a loopback address. Then this rank assumes
@@ -573,16 +574,18 @@ func findTorchrun(v *variables) (*Env, string) {
 // master makes the ranks meet at MASTER_ADDR and MASTER_PORT, as PyTorch's ranks do, or at the host and the
 // port of MeetOptions.
 func (v *variables) master(e *Env) {
-	e.way, e.host = atMaster, cmp.Or(v.getenv("HVD_RENDEZVOUS_HOST"), v.getenv("MASTER_ADDR"))
-	e.port = v.port("MASTER_PORT")
+	e.way, e.port = atMaster, v.port("MASTER_PORT")
+	e.hostName, _ = v.firstSet("HVD_RENDEZVOUS_HOST", "MASTER_ADDR")
+	e.portName, _ = v.firstSet("HVD_RENDEZVOUS_PORT", "MASTER_PORT")
+	e.host = v.getenv(e.hostName)
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
 		return // the settings of gohvd decide where to meet, and a single rank needs no address
 	}
 	var missing []string
-	if e.host == "" {
+	if e.hostName == "" {
 		missing = append(missing, "MASTER_ADDR")
 	}
-	if _, ok := v.firstSet("MASTER_PORT", "HVD_RENDEZVOUS_PORT"); !ok {
+	if e.portName == "" {
 		missing = append(missing, "MASTER_PORT")
 	}
 	if len(missing) > 0 {

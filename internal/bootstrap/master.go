@@ -73,7 +73,7 @@ func (e *Env) readAtMaster(ctx context.Context, master string) (text []byte, err
 	for {
 		client, err := c10d.Dial(ctx, master, c10d.Unknown)
 		if err != nil {
-			err = fmt.Errorf("no connection to rank 0 at MASTER_ADDR and MASTER_PORT: %w", err)
+			err = fmt.Errorf("no connection to rank 0 at %s and %s: %w", e.hostName, e.portName, err)
 			if ended != nil {
 				err = fmt.Errorf("%w (an earlier TCPStore there has ended: %w)", err, ended)
 			}
@@ -117,7 +117,7 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	if err != nil {
 		return err
 	}
-	master, release, err := masterStore(ctx, o, listen, port)
+	master, release, err := e.masterStore(ctx, o, listen, port)
 	if err != nil {
 		return err
 	}
@@ -130,7 +130,7 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 		// The proof of the secret does not detect this mistake, because the other job may have the same
 		// secret.
 	} else if n != 1 {
-		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set a different RANK at each rank, and a different MASTER_PORT for each job", port)
+		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set a different RANK at each rank, and a different %s for each job", port, e.portName)
 	}
 	m.removeWhenMet(func() error {
 		// PyTorch's store continues to exist after this meeting, and the same processes may meet there again.
@@ -151,7 +151,7 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 // masterStore serves a TCPStore on the port and returns it. If another server already uses the port,
 // masterStore returns a client of that TCPStore. The caller must call release, which closes the server or the
 // client.
-func masterStore(ctx context.Context, o MeetOptions, listen string,
+func (e *Env) masterStore(ctx context.Context, o MeetOptions, listen string,
 	port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})
 	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
@@ -160,7 +160,7 @@ func masterStore(ctx context.Context, o MeetOptions, listen string,
 		var watching sync.WaitGroup
 		watching.Go(func() {
 			if h.Wait(watch, c10d.WorkersKey) == nil && o.Log != nil {
-				o.Log.Error("PyTorch of another rank has connected to MASTER_PORT while rank 0 is in Init: all ranks must call init_process_group and Init in the same order")
+				o.Log.Error("PyTorch of another rank has connected to " + e.portName + " while rank 0 is in Init: all ranks must call init_process_group and Init in the same order")
 			}
 		})
 		release = func() error {
@@ -178,7 +178,7 @@ func masterStore(ctx context.Context, o MeetOptions, listen string,
 		c10d.Unknown)
 	if err != nil {
 		return nil, nil, fmt.Errorf(
-			"MASTER_PORT is in use on this host, but not by a TCPStore of PyTorch: %w", err)
+			"%s is in use on this host, but not by a TCPStore of PyTorch: %w", e.portName, err)
 	}
 	return client, client.Close, nil
 }

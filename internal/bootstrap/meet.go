@@ -171,7 +171,7 @@ func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, po
 	if string(got) != e.jobValue(m) {
 		advice := "choose another port with HVD_RENDEZVOUS_PORT"
 		if e.way == atMaster {
-			advice = "set the same WORLD_SIZE at all ranks, and another MASTER_PORT for each job"
+			advice = "set the same WORLD_SIZE at all ranks, and another " + e.portName + " for each job"
 		}
 		return fmt.Errorf("the store at %s belongs to job %s, want job %s: %s",
 			net.JoinHostPort(host, strconv.Itoa(port)), got[:min(len(got), 200)], e.jobValue(m), advice)

@@ -870,18 +870,26 @@ func TestMasterOfAnotherSize(t *testing.T) {
 }
 
 // TestMasterPortIsTaken uses a MASTER_PORT on which a server listens that belongs neither to gohvd nor to
-// PyTorch. Both ranks must get an error that says so.
+// PyTorch. Both ranks must get an error that says so, and that names the settings which are used.
 func TestMasterPortIsTaken(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		io.WriteString(conn, "220 mail.example.org\r\n")
 		io.Copy(io.Discard, conn)
 	})
 	_, port, _ := net.SplitHostPort(addr)
-	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore",
-		"no connection to rank 0 at MASTER_ADDR and MASTER_PORT"} {
-		_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT",
-			port)[r].Meet(testnet.Context(t), MeetOptions{})
-		testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is not a TCPStore")
+	number, _ := strconv.Atoi(port)
+	for _, c := range []struct {
+		host, port string
+		o          MeetOptions
+	}{
+		{"MASTER_ADDR", "MASTER_PORT", MeetOptions{}},
+		{"HVD_RENDEZVOUS_HOST", "HVD_RENDEZVOUS_PORT", MeetOptions{Host: "localhost", Port: number}},
+	} {
+		for r, part := range []string{c.port + " is in use on this host, but not by a TCPStore",
+			"no connection to rank 0 at " + c.host + " and " + c.port} {
+			_, err := plainRanks(t, 2, c.host, "localhost", c.port, port)[r].Meet(testnet.Context(t), c.o)
+			testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is not a TCPStore")
+		}
 	}
 }
 
