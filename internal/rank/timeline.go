@@ -3,8 +3,10 @@ package rank
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/outfile"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline"
 )
@@ -50,15 +53,32 @@ func (t *timelines) file() string {
 	return t.writes
 }
 
-// count makes next the current timeline, which writes a file. next may be nil. count adds the number of
-// operations that the previous timeline has dropped to t.past.
-func (t *timelines) count(next *timeline.Timeline, file string) {
+// follow makes next the current timeline, which writes a file. next was started with the process sets in
+// known, and learns which sets were added or removed since.
+func (t *timelines) follow(next *timeline.Timeline, file string, known map[topo.ProcessSetID][]topo.Rank) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
-	if t.current != nil {
-		t.past += t.current.Dropped()
-	}
 	t.current, t.writes = next, file
+	now := t.rank.cfg.Sets() // what changes from here on, added and removed record after this
+	for _, id := range slices.Sorted(maps.Keys(now)) {
+		if _, ok := known[id]; !ok {
+			next.Set(id, now[id])
+		}
+	}
+	for id := range known {
+		if _, ok := now[id]; !ok {
+			next.RemoveSet(id)
+		}
+	}
+}
+
+// unfollow adds the number of operations that the current timeline has dropped to t.past. The timeline is not
+// the current one any more.
+func (t *timelines) unfollow() {
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
+	t.past += t.current.Dropped()
+	t.current, t.writes = nil, ""
 }
 
 // StartTimeline begins to write the operations of this rank to a file. Rank 0 writes to path, and other ranks
@@ -114,11 +134,12 @@ func (t *timelines) start(path string, markCycles, fresh bool) error {
 		return nil
 	}
 	cfg := &t.rank.cfg
+	sets := cfg.Sets()
 	next, err := timeline.Start(timeline.Config{
 		Path: timeline.PathOf(path, cfg.Rank), Rank: cfg.Rank, Size: cfg.Size, Host: cfg.Host,
 		Epoch: cfg.Epoch,
 		About: timeline.About{Version: config.Version(), Command: os.Args, Settings: cfg.Settings.Chosen(),
-			Sets: cfg.Sets()},
+			Sets: sets},
 		Clock: e.Clock(), MarkCycles: markCycles, MaxBytes: int64(cfg.Settings.TimelineMaxMiB) << 20,
 		New: fresh, Log: cfg.Log,
 	})
@@ -130,7 +151,7 @@ func (t *timelines) start(path string, markCycles, fresh bool) error {
 	}
 	e.Observer().Watch(next)
 	t.active, t.path = next, path
-	t.count(next, absolute(timeline.PathOf(path, cfg.Rank)))
+	t.follow(next, absolute(timeline.PathOf(path, cfg.Rank)), sets)
 	return nil
 }
 
@@ -144,7 +165,7 @@ func (t *timelines) stop() error {
 	e.Observer().Unwatch(old) // so that no operation is pending in the file and ends in it later
 	old.Pending(time.Since(e.Clock().Start), e.Pending())
 	err := old.Close()
-	t.count(nil, "") // adds the operations that Close dropped
+	t.unfollow() // after Close, which may drop operations
 	return err
 }
 

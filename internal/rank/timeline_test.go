@@ -1,11 +1,14 @@
 package rank
 
 import (
+	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -123,6 +126,49 @@ func TestTimelinesThatTheLauncherStarts(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Process sets are added and removed while a timeline opens. Its later segments have exactly those that
+// exist.
+func TestSetsWhileATimelineOpens(t *testing.T) {
+	t.Chdir(t.TempDir())
+	testcluster.Run(t, testcluster.Options{Ranks: 1}, func(r *testcluster.Rank) {
+		sets := map[topo.ProcessSetID][]topo.Rank{1: {0}, 2: {0}}
+		var o *Watch
+		opens := sync.OnceFunc(func() {
+			delete(sets, 1)
+			o.timeline.removed(&Set{ID: 1})
+			sets[3] = []topo.Rank{0}
+			o.timeline.added(&Set{ID: 3, Ranks: sets[3]})
+		})
+		o = NewWatch(WatchConfig{
+			Settings: &config.Config{TimelineMaxMiB: 1}, Size: 1, Host: "h", Epoch: 1, Log: zap.NewNop(),
+			Sets: func() map[topo.ProcessSetID][]topo.Rank {
+				defer opens()
+				return maps.Clone(sets)
+			},
+		})
+		if err := errors.Join(o.Attach(r.Engine), o.StartTimeline("t.json", true)); err != nil {
+			t.Error(err)
+			return
+		}
+		for i := range 4000 { // more than fit into a segment
+			o.timeline.current.Cycle(time.Duration(i))
+		}
+		if err := o.Close(); err != nil {
+			t.Error(err)
+		}
+		text, err := os.ReadFile("t.json")
+		if err != nil || !strings.Contains(string(text), `"segment":2`) {
+			t.Errorf("got %v and %.500s, want segment 2", err, text)
+		}
+		for id := 1; id <= 3; id++ {
+			has := strings.Contains(string(text), fmt.Sprintf(`"set":%d,"ranks":[0]`, id))
+			if has != (id > 1) {
+				t.Errorf("the segment has set %d: %v", id, has)
+			}
+		}
+	})
 }
 
 // A rank whose disk does not answer says so, and goes on to answer questions.
