@@ -160,6 +160,9 @@ func (m *Member) Tick(now time.Duration) {
 func (m *Member) Expire() {
 	switch {
 	case m.state == memberClosed || m.state == memberFailed:
+	case m.now >= m.ownVerdictDue() && m.state != memberBye && slices.Equal(m.suspected.Ranks,
+		[]topo.Rank{m.cfg.Rank}):
+		m.fail(m.suspected) // perhaps the verdict cannot reach this rank because of its failure
 	case m.now >= m.ownVerdictDue():
 		m.Lost(fmt.Sprintf("silent for %s, and rank %d suspects %s: %s", seconds(m.now-m.lastReceived),
 			m.cfg.Rank, topo.FormatRanks(m.suspected.Ranks), m.suspected.Reason))
@@ -273,7 +276,8 @@ func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 
 // ownVerdictDue returns the time at which this rank stops waiting for the verdict about its suspicion, or
 // never. By then, the coordinator has missed two heartbeats. So the verdict of this rank is that rank 0, or
-// the leader that sends them, has failed. Ranks that suspect nobody come to the same verdict later.
+// the leader that sends them, has failed, unless it suspects itself. Ranks that suspect nobody come to that
+// verdict later.
 func (m *Member) ownVerdictDue() time.Duration {
 	if m.suspected == nil {
 		return Never

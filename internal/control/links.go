@@ -13,6 +13,7 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -192,8 +193,9 @@ func (l *Links) send(k *link, frame []byte) error {
 	return k.send(frame)
 }
 
-// Up sends a frame to rank 0 or to the leader. If the error is neither ErrBacklog nor ErrTooLarge, reading
-// from the connection returns the same error, after the frames that arrived before it.
+// Up sends a frame to rank 0 or to the leader. Unless the error is ErrBacklog, ErrTooLarge or a lack of
+// resources (dial.LacksResource), reading from the connection returns the same error, after the frames that
+// arrived before it.
 func (l *Links) Up(frame []byte) error { return l.send(l.all[0], frame) }
 
 // Down sends a frame from rank 0 to another rank. On error, it also returns the rank that is at fault.
@@ -236,7 +238,7 @@ func (l *Links) sendDowns(frame []byte, failed []Event) []Event {
 }
 
 // sendOver sends a frame to the ranks in k.to, or to all that k reaches if k.every is set. On error, it also
-// returns the rank that is at fault: the peer, or this rank if the frame is too large.
+// returns the rank that is at fault: the peer, or this rank if the frame is too large or it lacks resources.
 func (l *Links) sendOver(k *link, frame []byte) (failed topo.Rank, err error) {
 	if k.behind > 0 {
 		to := k.to
@@ -248,7 +250,7 @@ func (l *Links) sendOver(k *link, frame []byte) (failed topo.Rank, err error) {
 	}
 	k.to, k.every = k.to[:0], false
 	switch err = l.send(k, frame); {
-	case errors.Is(err, ErrTooLarge):
+	case errors.Is(err, ErrTooLarge) || dial.LacksResource(err):
 		return l.cfg.Rank, err
 	case errors.Is(err, ErrBacklog):
 		return k.peer, err

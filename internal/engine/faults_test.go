@@ -1,8 +1,12 @@
 package engine_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"slices"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -68,6 +72,75 @@ func TestDataConnectionReset(t *testing.T) {
 			}
 		})
 	})
+}
+
+// lacking is a mesh of a rank that lacks memory to read from its control connections, or to send on them,
+// while reads or sends is set.
+type lacking struct {
+	transport.Mesh
+	reads, sends atomic.Bool
+}
+
+func (m *lacking) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, lane, peer)
+	if err != nil || lane != transport.Control {
+		return c, err
+	}
+	return &lackingConn{c, m, &transport.PeerError{Peer: peer, Lane: lane, Err: syscall.ENOMEM}}, nil
+}
+
+// Park parks although bytes have arrived, because nobody reads a connection that has failed.
+func (m *lacking) Park() bool { return m.Mesh.Park() || m.reads.Load() }
+
+type lackingConn struct {
+	transport.Conn
+	mesh *lacking
+	err  error
+}
+
+func (c *lackingConn) TryRead(p []byte) (int, error) {
+	if c.mesh.reads.Load() {
+		return 0, c.err
+	}
+	return c.Conn.TryRead(p)
+}
+
+func (c *lackingConn) Send(p []byte) error {
+	if c.mesh.sends.Load() {
+		return c.err
+	}
+	return c.Conn.Send(p)
+}
+
+// If a rank lacks memory for its control connections, all ranks get a verdict that names this rank, although
+// it may receive none or send no report.
+func TestControlConnectionLacksMemory(t *testing.T) {
+	for r := range 2 {
+		for _, sends := range []bool{false, true} {
+			t.Run(fmt.Sprintf("rank %d sends %v", r, sends), func(t *testing.T) {
+				inBubbles(t, func(t *testing.T, lockstep bool) {
+					meshes := make([]lacking, 3)
+					c := start(t, 3, func(cfg *engine.Config) {
+						cfg.Lockstep, cfg.LivenessTimeout = lockstep, livenessLimit
+						meshes[cfg.Rank].Mesh = cfg.Mesh
+						cfg.Mesh = &meshes[cfg.Rank]
+					})
+					c.each(func(of int) { c.succeeds(c.allreduce(of, "before", make([]byte, 8))) })
+					meshes[r].reads.Store(!sends)
+					meshes[r].sends.Store(sends)
+					c.each(func(of int) {
+						got := c.failedRanks(of, c.wait(c.allreduce(of, "after", make([]byte, 8))))
+						if !slices.Equal(got, []int{r}) {
+							t.Errorf("rank %d: the verdict names %v, want rank %d", of, got, r)
+						}
+					})
+					for _, e := range c.engines {
+						e.Close()
+					}
+				})
+			})
+		}
+	}
 }
 
 // If nothing arrives any more on the control connection of a rank, the other ranks get a verdict that names

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/control"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/sched"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -63,8 +64,8 @@ func (l *leader) sendToMembers(to []topo.Rank, frame []byte) {
 		l.faults = l.links.Downs(to, frame, l.faults[:0])
 	}
 	for _, f := range l.faults {
-		if errors.Is(f.Err, control.ErrTooLarge) {
-			l.failed(f.Err) // this rank has made the frame
+		if errors.Is(f.Err, control.ErrTooLarge) || dial.LacksResource(f.Err) {
+			l.failed(f.Err) // this rank is at fault
 			continue
 		}
 		l.combiner.Fault(f.From, f.Err.Error())

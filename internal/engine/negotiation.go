@@ -192,7 +192,7 @@ func (e *Engine) sendUp(frame []byte) error {
 func (e *Engine) sendToRoot(frame []byte) error {
 	err := e.links.Up(frame)
 	switch {
-	case errors.Is(err, control.ErrTooLarge):
+	case errors.Is(err, control.ErrTooLarge) || dial.LacksResource(err):
 		return err
 	case errors.Is(err, control.ErrBacklog):
 		e.member.Lost(err.Error())
@@ -224,6 +224,9 @@ func (e *Engine) handleEvent(ev control.Event) error {
 	case errors.Is(ev.Err, transport.ErrClosed):
 		// This process has closed the connection itself, so the error says nothing about the peer.
 		return ErrClosed
+	case dial.LacksResource(ev.Err):
+		e.suspect(e.self(), fmt.Errorf("control connection with rank %d: %w", ev.From,
+			dial.ExplainLimit(ev.Err)))
 	case (e.coordinator != nil || member) && errors.Is(ev.Err, control.ErrFrame):
 		e.failSender(ev.From, ev.Err)
 	case member && ev.Err != nil:
