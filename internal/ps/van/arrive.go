@@ -32,6 +32,9 @@ func (v *Van) arrive(l *link, m *Message) error {
 	case pspb.Command_HEARTBEAT:
 		switch {
 		case v.sched == nil:
+		case m.Header.Request && v.failing.Load():
+			// The peer whose connection with the sender has ended knows already that this process has failed.
+			// With an answer, the sender would blame that peer.
 		case m.Header.Request: // an answer says that the sender takes part in the job
 			v.sched.telling.Lock()
 			entry{l, m.Header.CustomerId, c.Barrier}.answer("", nil)

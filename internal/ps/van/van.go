@@ -71,6 +71,7 @@ type Van struct {
 	made    atomic.Uint64                 // number of connections so far
 	yielder shmem.Yielder                 // used by the goroutine that polls
 	sched   *scheduler                    // nil except at the scheduler
+	failing atomic.Bool                   // this process leaves because it has failed
 }
 
 // New returns a Van that is not connected. It calls the methods of h from the beginning of Start until the
@@ -372,6 +373,7 @@ const maxReasonBytes = 4096
 // Fail is like Stop, but tells the peers that this process has failed because of reason, which is not empty.
 func (v *Van) Fail(ctx context.Context, reason string) {
 	reason = validText(reason[:min(len(reason), maxReasonBytes)])
+	v.failing.Store(true)
 	v.leave(ctx, []*pspb.Node{{Gone: reason}})
 }
 

@@ -463,6 +463,37 @@ func TestBarrierWhileTheSchedulerLeaves(t *testing.T) {
 	ends(nil)
 }
 
+// TestSchedulerFails checks that a scheduler that has failed answers no node which asks whether it still
+// takes part in the job, and so whether a peer that has ended is to blame. The news of the failure may not
+// have reached that node yet.
+func TestSchedulerFails(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	scheduler := nodes[SchedulerID]
+	l := scheduler.linkWith(t, 8)
+	replies := func() int {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return l.replies
+	}
+	l.writing.Lock()
+	failed := make(chan struct{})
+	go func() {
+		defer close(failed)
+		scheduler.Fail(t.Context(), "a test says so")
+	}()
+	testnet.Eventually(t, "the scheduler leaves", func() bool { return replies() > 0 })
+	question := controlMessage(&pspb.Control{Command: pspb.Command_HEARTBEAT, Barrier: 1})
+	question.Header.Request = true
+	if err := scheduler.arrive(l, question); err != nil {
+		t.Error(err)
+	}
+	if n := replies(); n != 1 {
+		t.Errorf("%d messages wait, want only that of the failure", n)
+	}
+	l.writing.Unlock()
+	<-failed
+}
+
 // kill closes the connections of a node without a goodbye.
 func kill(n *node) {
 	n.close(errors.New("killed"))
