@@ -17,6 +17,7 @@ bfloat16 have the type uint16.
 from __future__ import annotations
 
 import atexit
+import collections
 import ctypes
 import functools
 import operator
@@ -88,14 +89,16 @@ def _number(dtype: str) -> int:
 
 
 class Request:
-    """A push or pull in flight."""
+    """A push or pull in flight. If the program drops a push without a wait, its error is printed when the node has left,
+    unless ``clock`` has raised an error since.
+    """
 
     def __init__(self, exchange: _library.Exchange, arrays: Any, results: np.ndarray | None, out: Any) -> None:
         self._arrays, self._results, self._out = arrays, results, out
         self._lock = threading.RLock()  # held by a thread that waits
         self._error: Exception | None = None
         self._handle = _library.Handle()
-        _library.reap()
+        _reap()
         status = PENDING
         while status == PENDING:  # too many requests are not answered
             status = waiting.hvd_ps_exchange(exchange, self._handle)
@@ -135,7 +138,38 @@ class Request:
     def __del__(self) -> None:
         handle = getattr(self, "_handle", None)
         if handle and not sys.is_finalizing():
-            _library.abandon(handle.value, self._arrays)
+            _dropped.append((handle.value, self._arrays))
+
+
+_dropped: collections.deque[tuple[int, Any]] = collections.deque()
+"""The handles of requests that the program has dropped in flight, and their arrays. Finalizers may append, without a lock.
+"""
+
+_failed: list[str] = []
+"""The errors of dropped pushes, at most _MOST_FAILED of them, unless clock has raised an error since."""
+
+_MOST_FAILED = 16
+
+
+def _reap(seconds: float | ctypes.c_double = 0.0) -> None:
+    """Forgets the dropped requests that are done. It waits so many seconds for each, and notes the errors of pushes."""
+    for _ in range(len(_dropped)):
+        try:
+            handle, arrays = _dropped.popleft()
+        except IndexError:
+            return  # another thread has taken the last one
+        status = (waiting if seconds else quick).hvd_wait(handle, seconds, None)
+        if status == PENDING:
+            _dropped.append((handle, arrays))
+        elif status not in (SUCCESS, NO_HANDLE) and arrays[1] is not None and len(_failed) < _MOST_FAILED:
+            _failed.append(str(_library.error(status)))
+
+
+def _report() -> None:
+    """Prints the errors of dropped pushes, of which the program has not learned. The node has left the job."""
+    _reap(SLICE)
+    while _failed:
+        print(f"gohvd: a push failed and the program did not wait for it: {_failed.pop(0)}", file=sys.stderr)
 
 
 class Worker:
@@ -229,7 +263,12 @@ class Node:
 
     def clock(self) -> None:
         """Ends an iteration of this worker, and waits as HVD_STALENESS says. Raises the error of a failed push."""
-        _library.call(quick.hvd_ps_clock)
+        try:
+            _library.call(quick.hvd_ps_clock)
+        except HorovodInternalError:
+            _reap()
+            _failed.clear()
+            raise
 
     def barrier(self, group: int = WORKERS) -> None:
         """Waits until all nodes of the group have called barrier."""
@@ -237,7 +276,10 @@ class Node:
 
     def finalize(self, barrier: bool = True) -> None:
         """Leaves the job. Unless barrier is False, waits until all nodes have called finalize."""
-        _library.call(quick.hvd_ps_finalize, barrier)
+        try:
+            _library.call(quick.hvd_ps_finalize, barrier)
+        finally:
+            _report()
 
     def __enter__(self) -> Node:
         return self
@@ -256,7 +298,8 @@ def _fail(reason: str) -> None:
     try:
         _library.call(quick.hvd_ps_fail, reason.encode())
     except (HorovodInternalError, ValueError):
-        pass  # this process is no node, or was forked from one, or its sidecar is gone
+        return  # this process is no node, or was forked from one, or its sidecar is gone
+    _report()
 
 
 def _at_exit() -> None:
