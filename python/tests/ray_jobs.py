@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import ray
 
+import gohvd._engine
 import gohvd.elastic
 import gohvd.numpy as hvd
 import gohvd.ray
@@ -59,6 +60,14 @@ def sum_of(value: float, failing: int = -1, joined: bool = False) -> float:
     if fails:
         raise ValueError("no data")
     return float(total[0])
+
+
+def fail_to_leave() -> None:
+    def shutdown() -> None:
+        raise ValueError(f"no way out of rank {hvd.rank()}")
+
+    hvd.init()
+    gohvd._engine.engine.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def facts() -> tuple[tuple[int, ...], str, str | None]:
@@ -301,6 +310,14 @@ class RayTest(RayCluster):
                 run(sum_of, [1.0, 1, joined])
             self.assertEqual(executor.run(sum_of, [10.0]), [20.0, 20.0])
             executor.run(hvd.shutdown)
+
+    def test_error_of_leaving(self) -> None:
+        executor = self.executor(num_workers=2)
+        executor.run(fail_to_leave)
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            executor.shutdown()
+        for rank in range(2):
+            self.assertRegex(printed.getvalue(), rf"(?s)rank {rank} has left its job with an error: .*no way out of rank {rank}")
 
     def test_killed_worker(self) -> None:
         executor = self.executor(num_workers=3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -266,7 +267,7 @@ class RayExecutor:
     def shutdown(self) -> None:
         """Ends the workers, and frees their places. The executor may be started again."""
         if self._workers and self._store is not None:
-            ray.wait([w.leave.remote() for w in self._workers], num_returns=len(self._workers), timeout=_LEAVE_SECONDS)
+            self._leave(_LEAVE_SECONDS)
             self._has_failed()
         for w in self._workers:
             ray.kill(w)
@@ -293,16 +294,29 @@ class RayExecutor:
         next call could begin at some ranks while others are still in the failed one, and in its job.
         """
         if self._has_failed():
-            left = [w.leave.remote() for w in self._workers]  # after the calls that a worker has got before
             limit = self._settings.timeout_s + _CAUSE_SECONDS
-            _, late = ray.wait(left, num_returns=len(left), timeout=limit)
-            if late:
-                ranks = [rank for rank, ref in enumerate(left) if ref in late]
+            ranks = self._leave(limit)  # after the calls that a worker has got before
+            if ranks:
                 raise TimeoutError(
                     f"gohvd: a call has failed, but ranks {ranks} have not ended it after another {limit:g} s: try again "
                     "later, or call shutdown() and start()"
                 )
             self._ends = []
+
+    def _leave(self, limit: float) -> list[int]:
+        """Lets all workers leave their job, and prints their errors. Returns the ranks that have not left in time."""
+        refs = [w.leave.remote() for w in self._workers]
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=limit)
+        for rank, ref in enumerate(refs):
+            if ref in late:
+                continue
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                pass  # a call of a function raises it
+            except Exception as e:
+                print(f"gohvd: rank {rank} has left its job with an error: {e}", file=sys.stderr)
+        return [rank for rank, ref in enumerate(refs) if ref in late]
 
     def _has_failed(self) -> bool:
         """Returns whether a call has failed since the workers have started or have left a failed job."""
