@@ -111,9 +111,10 @@ class RayExecutor:
         timeout_s: float = 30, ssh_identity_file: str | None = None, ssh_str: str | None = None,
         placement_group_timeout_s: float = 100, nics: str | Iterable[str] | None = None,
     ) -> Settings:  # fmt: skip
-        """Returns settings. All ranks must have joined timeout_s seconds after the first ``hvd.init()``, and the cluster
-        must have found places for the workers within placement_group_timeout_s. nics are network interfaces, as for
-        HOROVOD_GLOO_IFACE. Nothing uses ssh.
+        """Returns settings. All ranks must have joined timeout_s seconds after the first ``hvd.init()``, or it raises an
+        InitError. timeout_s is HOROVOD_GLOO_TIMEOUT_SECONDS of the workers, also if their node has another value. The
+        cluster must have found places for the workers within placement_group_timeout_s, or ``start`` raises a
+        TimeoutError. nics are network interfaces, as for HOROVOD_GLOO_IFACE. Nothing uses ssh.
         """
         return Settings(timeout_s, placement_group_timeout_s, joined(nics))
 
@@ -148,7 +149,8 @@ class RayExecutor:
         executable_kwargs: dict[str, Any] | None = None, extra_env_vars: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Starts the workers. Each gets the variables in extra_env_vars, and makes an object of executable_cls for
-        ``execute``. Raises TimeoutError if the cluster has no places for the workers.
+        ``execute``. Raises TimeoutError if the workers have no places, or have not started, within
+        placement_group_timeout_s.
         """
         if self._workers:
             raise RuntimeError("gohvd: the executor is already started: call shutdown() first")
@@ -244,14 +246,17 @@ class RayExecutor:
         """Calls fn(*args, **kwargs) at each rank, and returns the results by rank.
 
         If ranks fail, raises the exception of the rank that failed first, with the worker's traceback. Raises PeerError,
-        which names the rank, if its process has ended.
+        which names the rank, if its process has ended. Raises TimeoutError, and calls nothing, if an earlier call has
+        failed and ranks have not ended it timeout_s and 10 s later.
         """
         return self._collect(self.run_remote(fn, args, kwargs))
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
-        """Calls fn(*args, **kwargs) at each rank, and returns the object references of the results by rank."""
+        """Calls fn(*args, **kwargs) at each rank, and returns the object references of the results by rank. Raises
+        TimeoutError as ``run`` does.
+        """
         return self._call(self._started(), "run", fn, args or (), kwargs or {})
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -261,7 +266,9 @@ class RayExecutor:
         return self._collect(self._call(self._started(), "execute", fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Calls fn with the worker's object of executable_cls at rank 0, and returns the result."""
+        """Calls fn with the worker's object of executable_cls at rank 0, and returns the result. It raises the exceptions
+        of ``run``.
+        """
         return self._collect(self._call(self._started()[:1], "execute", fn))[0]
 
     def shutdown(self) -> None:

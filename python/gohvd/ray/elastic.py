@@ -154,8 +154,8 @@ class ElasticRayExecutor:
     ) -> Settings:  # fmt: skip
         """Returns settings. The training pauses with fewer than min_num_proc ranks, for at most elastic_timeout seconds, and
         has at most max_num_proc ranks. min_np and max_np are older names of the two. The ranks may change reset_limit times.
-        Processes must have joined timeout_s seconds after the first. nics are network interfaces, as for
-        HOROVOD_GLOO_IFACE. Nothing uses ssh.
+        Processes must have joined timeout_s seconds after the first; it replaces HOROVOD_GLOO_TIMEOUT_SECONDS of the
+        environment. nics are network interfaces, as for HOROVOD_GLOO_IFACE. Nothing uses ssh.
         """
         return Settings(
             min_np or min_num_proc, max_np or max_num_proc, reset_limit, elastic_timeout, timeout_s, joined(nics), verbose
