@@ -302,7 +302,8 @@ class RayTest(RayCluster):
 
     def test_call_after_a_failed_one(self) -> None:
         """The ranks of a call meet only each other, although those of a failed one are in its job or wait for it."""
-        executor = RayExecutor(num_workers=2)  # a rank waits in init for 30 s
+        # A rank waits in init for all of timeout_s. The ranks of the other calls must meet within it.
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=2)
         self.addCleanup(executor.shutdown)
         executor.start()
         for joined, run in (True, executor.run), (False, lambda *job: ray.get(executor.run_remote(*job))):
