@@ -148,6 +148,10 @@ func TestEviction(t *testing.T) {
 	if p.Len() != 3 {
 		t.Errorf("%d entries, want 3", p.Len())
 	}
+	// The number of grants is known only for names that were put into the cache before the first eviction.
+	if c, h := p.Grants(2), p.Grants(1); c != 1 || h != 0 {
+		t.Errorf("got %d grants of c and %d of h, want 1 and none that are known", c, h)
+	}
 }
 
 func TestInvalidations(t *testing.T) {
