@@ -269,14 +269,16 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 				}
 				<-early.Handle.Done()
 				x := must(hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), on))
+				xs := must(hvd.GroupedAllgatherAsync([][]int32{{1}, {2}}, hvd.Name("xs"), on))
 				if err := hvd.Barrier(gone, hvd.Name("late"), on); !errors.As(err, &late) {
 					t.Errorf("got error %v, want a PendingError", err)
 				}
 				noError(t, hvd.Barrier(ctx, hvd.Name("given up"), on))
 				_, err = x.Wait(ctx)
+				_, group := xs.Wait(ctx)
 				next := hvd.Barrier(ctx, on)
 				_, given := late.Handle.(*hvd.Handle[struct{}]).Wait(ctx)
-				for _, err := range []error{err, next, given} {
+				for _, err := range []error{err, group, next, given} {
 					if err == nil || strings.Count(err.Error(), own) != 1 ||
 						strings.Contains(err.Error(), "other operation") {
 						t.Errorf("got error %v, want one that says %q once", err, own)
