@@ -684,9 +684,11 @@ func TestDeviceInHost(t *testing.T) {
 	}
 }
 
-// TestDeviceOnlyInHost runs operations on devices without NCCL.
+// TestDeviceOnlyInHost runs operations on devices without NCCL. They use the same host memory one after
+// another.
 func TestDeviceOnlyInHost(t *testing.T) {
 	for n := 1; n <= 3; n++ {
+		calls := testcuda.Calls(t)
 		run(t, n, func(ctx context.Context, e *hvd.Engine) {
 			me, on := float32(e.Rank()), hvd.On(e)
 			d := openDevice(t, e.Rank())
@@ -706,6 +708,9 @@ func TestDeviceOnlyInHost(t *testing.T) {
 			err = cuda.Allgather(ctx, x, portion(all, 0, 1), on)
 			testnet.WantError(t, err, "but the output has 4 bytes")
 		}, "HOROVOD_GPU_OPERATIONS", "host", "HVD_CUDART_LIBRARY", testcuda.CUDA())
+		if got := calls("cudaHostAlloc"); got != n {
+			t.Errorf("%d ranks have allocated host memory %d times", n, got)
+		}
 	}
 }
 
