@@ -318,10 +318,11 @@ VET = -vettool="$(TOOLS)/vet"
 vet-tool:
 	cd tools && $(GO) build -trimpath -buildvcs=false -o "$(TOOLS)/" ./vet
 
+# With -trimpath, the packages that the tools import are those of vet-tool in the build cache.
 .PHONY: vet
 vet: vet-tool ## run the analyzers of go vet and of staticcheck; test the tools
 	$(GO) vet $(VET) ./...
-	cd tools && $(GO) vet $(VET) ./... && $(GO) test $(VETTED) ./...
+	cd tools && $(GO) vet -trimpath $(VET) ./... && $(GO) test -trimpath $(VETTED) ./...
 	$(GO) vet $(VET) -tags noasm ./internal/kernel
 
 .PHONY: arrows

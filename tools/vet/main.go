@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"go/token"
 	"os"
+	"runtime/debug"
 	"slices"
 	"strings"
 
@@ -122,6 +123,9 @@ func main() {
 			}
 		}
 	}
+	// Each process checks one package, whose garbage is mostly smaller than this.
+	debug.SetGCPercent(-1)
+	debug.SetMemoryLimit(512 << 20)
 	if dependency(os.Args[len(os.Args)-1]) {
 		registerFacts(all) // the facts of the packages of withFacts must be readable
 		all = ofDependencies
