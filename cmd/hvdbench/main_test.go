@@ -58,9 +58,8 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
-		if out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", hvdrunPath,
-			"github.com/gohvd/gohvd/cmd/hvdrun").CombinedOutput(); err != nil {
-			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
+		if err := testnet.Link(dir, "cmd/hvdrun"); err != nil {
+			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
 		return testcuda.Main(m)

@@ -141,9 +141,8 @@ func TestCollectives(t *testing.T) {
 // TestSidecar runs the operations in sidecars that the ranks start and find beside the library.
 func TestSidecar(t *testing.T) {
 	program := compile(t, "testdata/collectives.c", c99()...)
-	hvdd := filepath.Join(filepath.Dir(library(t)), "hvdd")
-	if out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", hvdd, "../hvdd").CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
+	if err := testnet.Link(filepath.Dir(library(t)), "cmd/hvdd"); err != nil {
+		t.Fatal(err)
 	}
 	t.Setenv("HVD_SIDECAR", "spawn")
 	run(t, 2, program, "sidecar")
@@ -321,7 +320,7 @@ func TestExample(t *testing.T) {
 
 // TestDigits trains as examples/digits does, which is in Go, and compares the weights.
 func TestDigits(t *testing.T) {
-	out, err := exec.CommandContext(t.Context(), "go", "run", "../../examples/digits").Output()
+	out, err := exec.CommandContext(t.Context(), "go", "run", "-ldflags=-s -w", "../../examples/digits").Output()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,7 +22,7 @@ func TestUnknownVersion(t *testing.T) {
 func TestReleaseVersion(t *testing.T) {
 	hvdrun := filepath.Join(t.TempDir(), "hvdrun")
 	build := exec.Command("go", "build", "-ldflags",
-		"-X github.com/gohvd/gohvd/internal/config.release=v1.2.3", "-o", hvdrun,
+		"-s -w -X github.com/gohvd/gohvd/internal/config.release=v1.2.3", "-o", hvdrun,
 		"github.com/gohvd/gohvd/cmd/hvdrun")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)

@@ -127,13 +127,11 @@ var digitsResult = regexp.MustCompile(
 // buildDigits builds the program examples/digits and returns the path of the binary.
 func buildDigits(t *testing.T) string {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), "digits")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", path,
-		"github.com/gohvd/gohvd/examples/digits")
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
+	dir := t.TempDir()
+	if err := testnet.Link(dir, "examples/digits"); err != nil {
+		t.Fatal(err)
 	}
-	return path
+	return filepath.Join(dir, "digits")
 }
 
 // checkDigits checks the output of four ranks of the program examples/digits. All ranks must have the same

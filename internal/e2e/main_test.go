@@ -76,10 +76,8 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		hvdrunPath = filepath.Join(dir, "hvdrun")
-		build := exec.Command("go", "build", "-ldflags=-s -w", "-o", hvdrunPath,
-			"github.com/gohvd/gohvd/cmd/hvdrun")
-		if out, err := build.CombinedOutput(); err != nil {
-			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
+		if err := testnet.Link(dir, "cmd/hvdrun"); err != nil {
+			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
 		return m.Run()

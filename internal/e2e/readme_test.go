@@ -67,7 +67,7 @@ func TestReadmeProgram(t *testing.T) {
 	testnet.WriteFile(t, file, source)
 	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
-	build := exec.CommandContext(ctx, "go", "build", "-o", binary, file)
+	build := exec.CommandContext(ctx, "go", "build", "-ldflags=-s -w", "-o", binary, file)
 	build.Dir = "../.."
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)

@@ -34,11 +34,11 @@ func library(t testing.TB) string {
 // buildHvdd builds hvdd, in another directory than that of hvdrun, which would use it.
 func buildHvdd(t testing.TB) string {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), "hvdd")
-	if out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", path, "../../cmd/hvdd").CombinedOutput(); err != nil {
-		t.Fatalf("building hvdd: %v\n%s", err, out)
+	dir := t.TempDir()
+	if err := testnet.Link(dir, "cmd/hvdd"); err != nil {
+		t.Fatal(err)
 	}
-	return path
+	return filepath.Join(dir, "hvdd")
 }
 
 // An executable hvdd is in hvdrun's own directory. hvdrun tells its ranks the path of this hvdd, unless the

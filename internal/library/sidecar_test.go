@@ -2,7 +2,6 @@ package library
 
 import (
 	"errors"
-	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -47,13 +46,7 @@ var built = sync.OnceValues(func() (path string, err error) {
 	if scratch, err = os.MkdirTemp("", "library"); err != nil {
 		return "", err
 	}
-	path = filepath.Join(scratch, "hvdd")
-	out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", path,
-		"github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
-	if err != nil {
-		err = fmt.Errorf("%w\n%s", err, out)
-	}
-	return path, err
+	return filepath.Join(scratch, "hvdd"), testnet.Link(scratch, "cmd/hvdd")
 })
 
 // newLibrary returns a Library that finds the sidecar at path.

@@ -44,10 +44,8 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		hvdrun, hvdd = filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")
-		build := exec.Command("go", "build", "-ldflags=-s -w", "-o", dir, "github.com/gohvd/gohvd/cmd/hvdrun",
-			"github.com/gohvd/gohvd/cmd/hvdd")
-		if out, err := build.CombinedOutput(); err != nil {
-			fmt.Fprintf(os.Stderr, "building the programs: %v\n%s", err, out)
+		if err := testnet.Link(dir, "cmd/hvdrun", "cmd/hvdd"); err != nil {
+			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
 		library = filepath.Join(dir, "libgohvd.so")

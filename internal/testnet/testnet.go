@@ -15,6 +15,7 @@ import (
 	"net/http/cookiejar"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -45,6 +46,19 @@ func Self(t testing.TB) string {
 		t.Fatal(err)
 	}
 	return self
+}
+
+// Link links programs of this module, such as cmd/hvdrun, in an existing folder. go run keeps in the build
+// cache what it has linked, which go build does not, so several tests need one link.
+func Link(folder string, programs ...string) error {
+	for _, program := range programs {
+		cmd := exec.Command("go", "run", "-ldflags=-s -w", "-exec", "cp", "github.com/gohvd/gohvd/"+program,
+			filepath.Join(folder, filepath.Base(program)))
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("linking %s: %w\n%s", program, err, out)
+		}
+	}
+	return nil
 }
 
 // Listen listens at a free port on loopback.

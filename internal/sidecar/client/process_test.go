@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -38,12 +37,7 @@ import (
 // built is the folder of hvdd.
 var built = sync.OnceValues(func() (string, error) {
 	folder := filepath.Join(scratch, "bin")
-	out, err := exec.Command("go", "build", "-ldflags=-s -w", "-o", folder+"/",
-		"github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("build hvdd: %w\n%s", err, out)
-	}
-	return folder, nil
+	return folder, errors.Join(os.Mkdir(folder, 0o700), testnet.Link(folder, "cmd/hvdd"))
 })
 
 // spawn starts hvdd for n ranks.
