@@ -93,7 +93,7 @@ nocgo: ## test without a C compiler that ranks find each other by name
 compile: ## compile most of what the targets of check link, for .ci/run
 	@$(GO) list -export ./... >/dev/null
 	@$(GO) list -export -race -tags nccl $(RACED) >/dev/null
-	@$(GO) list -export -buildmode=c-shared -tags nccl ./internal/library >/dev/null
+	@$(GO) list -export -buildmode=c-shared -trimpath -tags nccl ./internal/library >/dev/null
 	@CGO_ENABLED=0 $(GO) list -export -trimpath -buildvcs=false ./cmd/hvdrun ./cmd/hvdd ./examples/digits >/dev/null
 
 .PHONY: noasm

@@ -243,7 +243,7 @@ func TestStaticTLS(t *testing.T) {
 func TestBesideGo(t *testing.T) {
 	program := compileAlone(t, "testdata/beside.c", append(c99(), "-pthread"))
 	other := filepath.Join(t.TempDir(), "libother.so")
-	build := exec.Command("go", "build", "-buildmode=c-shared", "-o", other, "./testdata/other")
+	build := exec.Command("go", "build", "-buildmode=c-shared", "-trimpath", "-o", other, "./testdata/other")
 	build.Env = append(os.Environ(), "CGO_ENABLED=1")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
