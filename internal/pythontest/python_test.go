@@ -195,8 +195,11 @@ func TestPython(t *testing.T) {
 // pythonTests runs the test files on n ranks, and adds the tests that rank 0 has run to seen.
 func pythonTests(t *testing.T, seen *coverage, files []string, n int, newTorch, sidecar bool) {
 	interpreter := []string{testnet.Python}
-	if newTorch {
+	switch {
+	case newTorch:
 		interpreter = withTorch(t, testnet.NewestTorch(t))
+	case sidecar:
+		interpreter = withTorch(t, testnet.Python)
 	}
 	modules := testModules(files, n, sidecar)
 	args := []string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}
