@@ -68,6 +68,11 @@ func signalOnHosts(t *testing.T, rng *rand.Rand, signal syscall.Signal, text str
 	l, program := drawLayout(rng), drawLoop(rng)
 	victim, after := rng.IntN(l.size()), time.Duration(rng.IntN(50))*time.Millisecond
 	leaders := drawLeaders(rng)
+	if len(leaders) > 0 {
+		// The ranks behind a leader may notice that it is stopped, and end, before the others do. Then these
+		// blame it because the frames of the ended ranks came through it.
+		text = ""
+	}
 	t.Logf("rank %d of %v, %s, after %v, %s", victim, l, program, after, leaders)
 	s := startOn(t, testnet.NewHosts(t, len(l)), l, program, append([]string{"HVD_LIVENESS_SECONDS=3"}, leaders...)...)
 	pids := s.ready(l.size())
