@@ -306,11 +306,7 @@ func (e *Endpoint) receive(nc *socket, slot *dial.Slot) {
 // handshake does the handshake on the side of the acceptor.
 func (e *Endpoint) handshake(nc *socket, slot *dial.Slot) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
-	if err := nc.SetDeadline(deadline); err != nil {
-		slot.Release()
-		return fmt.Errorf("tcp: handshake: %w", err)
-	}
-	over, h, err := e.authenticate(nc)
+	over, h, err := e.authenticate(nc, deadline)
 	if !slot.Release() {
 		return fmt.Errorf("tcp: handshake: %w", dial.ErrEvicted)
 	}
@@ -346,8 +342,12 @@ func (e *Endpoint) handshake(nc *socket, slot *dial.Slot) error {
 	return nil
 }
 
-// authenticate makes the dialer prove that it knows the secret, and reads its hello.
-func (e *Endpoint) authenticate(nc net.Conn) (over net.Conn, h hello, err error) {
+// authenticate makes the dialer prove that it knows the secret, and reads its hello. It leaves the deadline
+// set.
+func (e *Endpoint) authenticate(nc net.Conn, deadline time.Time) (over net.Conn, h hello, err error) {
+	if err = nc.SetDeadline(deadline); err != nil {
+		return nil, h, fmt.Errorf("tcp: handshake: %w", err)
+	}
 	if over, err = seal(e.cfg.Secret, nc, secret.Secret.Accept); err != nil {
 		return nil, h, fmt.Errorf("tcp: handshake: %w", err)
 	}

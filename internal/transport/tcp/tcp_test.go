@@ -685,6 +685,29 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
+// TestEvictedBeforeHandshake closes a connection for newer ones before its handshake begins. The error must
+// give this reason.
+func TestEvictedBeforeHandshake(t *testing.T) {
+	e := listen(t, Config{})
+	ln := testnet.Listen(t)
+	defer ln.Close()
+	dialRaw(t, ln.Addr().String(), nil)
+	nc, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := newSocket(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	limiter := dial.NewLimiter(1)
+	slot := limiter.Acquire(s)
+	limiter.Acquire(e.ln) // closes s
+	if err := e.handshake(s, slot); !errors.Is(err, dial.ErrEvicted) {
+		t.Errorf("got error %v, want %v", err, dial.ErrEvicted)
+	}
+}
+
 // failingListener is a listener whose first calls of Accept return EMFILE. failures is the number of these
 // calls. If last is set, these calls take the last descriptor instead, so that it cannot be duplicated.
 type failingListener struct {
