@@ -377,15 +377,15 @@ func BenchmarkElasticHostLost(b *testing.B) {
 	})
 }
 
-// BenchmarkElasticCut is like BenchmarkElasticHostLost for a cut cable. The others find that only after
-// HVD_LIVENESS_SECONDS, which is 5 s here.
+// BenchmarkElasticCut is like BenchmarkElasticHostLost for a cut cable, which also cuts ssh. The others find
+// that only after HVD_LIVENESS_SECONDS, which is 5 s here.
 func BenchmarkElasticCut(b *testing.B) {
-	hosts := testnet.NewHosts(b, 3)
-	c := &cluster{job: startHvdrun(b, on(b, hosts[0]), []string{"-H", list(hosts[1:], layout{2, 2}, false), "--min-np",
-		"2", "--blacklist-cooldown-range", "1,1", "--agent", enterHost}, "elastic-steps", stateVariable+"=100000000",
+	hosts, command, flags := sshHosts(b, 3)
+	c := &cluster{job: startHvdrun(b, command, append(flags, "-H", list(hosts[1:], layout{2, 2}, true), "--min-np",
+		"2", "--blacklist-cooldown-range", "1,1"), "elastic-steps", stateVariable+"=100000000",
 		"HVD_LIVENESS_SECONDS=5")}
 	benchmarkHost(b, c, func(host string, _ []int) (undo func()) {
-		i := slices.IndexFunc(hosts, func(h *testnet.Host) bool { return h.Name == host })
+		i := slices.IndexFunc(hosts, func(h *testnet.Host) bool { return h.Addr.String() == host })
 		hosts[i].SetLink(false)
 		return func() { hosts[i].SetLink(true) }
 	})

@@ -224,7 +224,7 @@ const (
 // sshHosts returns n hosts and runs an sshd on all of them except the first. The result command is a prefix
 // that runs hvdrun on the first host. The result flags makes hvdrun reach the other hosts by ssh. If ssh is
 // not installed, sshHosts skips the test.
-func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
+func sshHosts(t testing.TB, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
 	testnet.NeedHosts(t)
 	for _, program := range []string{sshd, "ssh", "ssh-keygen"} {
@@ -288,7 +288,7 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 }
 
 // awaitPort waits until the host can connect to addr. The test fails if this takes longer than 20 s.
-func awaitPort(t *testing.T, from *testnet.Host, addr string) {
+func awaitPort(t testing.TB, from *testnet.Host, addr string) {
 	t.Helper()
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
