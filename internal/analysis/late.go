@@ -102,9 +102,10 @@ type Late struct {
 	watcher Watcher
 
 	// These have the memory of judge, charge and tell, and the slots that are not used any more.
-	all, late       []submission
-	waiters, blamed []int
-	free            []*slot
+	all                    []submission
+	order, late            []arrived
+	waiters, fewer, blamed []int
+	free                   []*slot
 }
 
 // Watcher is told the single waits of which the numbers of a Lateness are sums. A Late calls its methods.
@@ -170,8 +171,8 @@ type RankLateness struct {
 type Member struct {
 	Rank  int
 	Clock Clock
-	ends  [maxEnds]ending // a ring buffer of the most recently ended operations
-	ended int
+	ends  []ending // a ring buffer of the most recently ended operations, at most maxEnds
+	ended int      // the number of operations that have ended
 }
 
 // operation identifies an operation by its process set and its number, and a message also by its name.
@@ -215,6 +216,16 @@ type submission struct {
 	sends       bool    // whether the rank sends a message
 	first       *tensor // the tensor of the operation that the rank submitted first; nil if it is not known
 }
+
+// arrived has what charge needs of a submission.
+type arrived struct {
+	at time.Duration
+	*Member
+	first *tensor
+}
+
+// later reports whether a was submitted later than b by more than the error of the clocks.
+func (a *arrived) later(b *arrived) bool { return a.at-b.at > a.Clock.apart(b.Clock) }
 
 // ending is an operation that has ended at a rank. If there is no such operation, the field ended has the
 // value never.
@@ -407,7 +418,7 @@ func (l *Late) tensor(name string) *tensor {
 // before returns the last operation that had ended at the rank at a given time.
 func (m *Member) before(by time.Duration) ending {
 	last := ending{ended: never}
-	for i := range m.ends[:min(m.ended, maxEnds)] {
+	for i := range m.ends {
 		if p := &m.ends[i]; p.ended <= by && p.ended > last.ended {
 			last = *p
 		}
@@ -420,7 +431,7 @@ func (m *Member) before(by time.Duration) ending {
 // submitted. It marks this operation as overtaken if another one was submitted while it was in flight. In
 // later steps too, the program does not wait for an overtaken operation before it goes on.
 func (m *Member) end(o ending) {
-	for i := range m.ends[:min(m.ended, maxEnds)] {
+	for i := range m.ends {
 		overtaken := o.last
 		switch e := &m.ends[i]; {
 		case e.submitted < o.submitted && o.submitted < e.ended:
@@ -433,7 +444,11 @@ func (m *Member) end(o ending) {
 			overtaken.overtaken = true
 		}
 	}
-	m.ends[m.ended%maxEnds] = o
+	if len(m.ends) < maxEnds {
+		m.ends = append(m.ends, o)
+	} else {
+		m.ends[m.ended%maxEnds] = o
+	}
 	m.ended++
 }
 
@@ -632,7 +647,9 @@ func (l *Late) judge(p *slot) {
 func sentBefore(all []submission) bool {
 	return slices.ContainsFunc(all, func(s submission) bool {
 		s.at = s.granted
-		return s.sends && slices.ContainsFunc(all, func(other submission) bool { return later(&other, &s) })
+		return s.sends && slices.ContainsFunc(all, func(other submission) bool {
+			return other.at-s.at > other.Clock.apart(s.Clock)
+		})
 	})
 }
 
@@ -665,24 +682,37 @@ func discountResults(all []submission) {
 
 // charge records for how long each rank made other ranks wait. steady is false if the operation is part of
 // the start-up.
-func (l *Late) charge(all []submission, last *tensor, steady bool) {
-	slices.SortFunc(all, func(a, b submission) int {
+func (l *Late) charge(submissions []submission, last *tensor, steady bool) {
+	all := l.order[:0]
+	for i := range submissions {
+		s := &submissions[i]
+		all = append(all, arrived{s.at, s.Member, s.first})
+	}
+	l.order = all
+	slices.SortFunc(all, func(a, b arrived) int {
 		return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.Rank, b.Rank))
 	})
-	first := all[len(all)-1]
+	tell := steady && l.watcher != nil
+	if tell {
+		l.waiters = l.waiters[:0]
+		for i := range all {
+			l.waiters = append(l.waiters, all[i].Rank)
+		}
+	}
+	first := &all[len(all)-1]
 	if steady {
 		l.found.Compared++
-		for _, s := range all {
-			late := time.Duration(0)
-			if later(&s, &first) {
+		for i := range all {
+			s, late := &all[i], time.Duration(0)
+			if s.later(first) {
 				late = s.at - first.at
 			}
 			l.rank(s.Rank).Lateness.Add(int64(late))
 		}
 	}
 	for i := 0; i < len(all); {
-		top, below := all[i], i+1
-		for below < len(all) && !later(&top, &all[below]) {
+		top, below := &all[i], i+1
+		for below < len(all) && !top.later(&all[below]) {
 			below++
 		}
 		if below == len(all) {
@@ -692,15 +722,15 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			}
 			break
 		}
-		gap, waiters := top.at-all[below].at, len(all)-below
-		for k := below + 1; k < len(all) && top.at-all[k].at <= 2*l.clockErr; k++ {
-			if !later(&top, &all[k]) {
+		gap, waiters, end := top.at-all[below].at, len(all)-below, below+1
+		for ; end < len(all) && top.at-all[end].at <= 2*l.clockErr; end++ {
+			if !top.later(&all[end]) {
 				waiters--
 			}
 		}
 		late := l.late[:0]
 		for k := i; k < below; k++ {
-			if later(&all[k], &all[below]) {
+			if all[k].later(&all[below]) {
 				late = append(late, all[k])
 			}
 		}
@@ -708,11 +738,22 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 		if steady {
 			l.found.Waited += float64(gap) * float64(waiters)
 		}
-		if steady && l.watcher != nil {
-			l.tell(last, top, late, all[below:], gap/time.Duration(len(late)))
+		if tell {
+			ranks := l.waiters[below:]
+			if waiters < len(ranks) {
+				l.fewer = l.fewer[:0]
+				for k := below; k < len(all); k++ {
+					if k >= end || top.later(&all[k]) {
+						l.fewer = append(l.fewer, all[k].Rank)
+					}
+				}
+				ranks = l.fewer
+			}
+			l.tell(last, top.at, late, ranks, gap/time.Duration(len(late)))
 		}
 		begin, from := first.at, all[below].at
-		for k, s := range late {
+		for k := range late {
+			s := &late[k]
 			if steady {
 				r := l.rank(s.Rank)
 				r.Caused += float64(gap) * float64(waiters) / float64(len(late))
@@ -732,23 +773,15 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	}
 }
 
-// tell tells the watcher that the others waited for each of the late ranks for d, until the submission top.
-func (l *Late) tell(last *tensor, top submission, late, others []submission, d time.Duration) {
+// tell tells the watcher that the waiters waited for each of the late ranks for d, until the time at.
+func (l *Late) tell(last *tensor, at time.Duration, late []arrived, waiters []int, d time.Duration) {
 	name := ""
 	if last != nil {
 		name = last.name
 	}
-	l.waiters, l.blamed = l.waiters[:0], l.blamed[:0]
-	for i := range others {
-		if w := &others[i]; later(&top, w) {
-			l.waiters = append(l.waiters, w.Rank)
-		}
-	}
+	l.blamed = l.blamed[:0]
 	for i := range late {
 		l.blamed = append(l.blamed, late[i].Rank)
 	}
-	l.watcher.Waited(name, l.waiters, l.blamed, top.at, d)
+	l.watcher.Waited(name, waiters, l.blamed, at, d)
 }
-
-// later reports whether submission a was later than b by more than the error of the clocks.
-func later(a, b *submission) bool { return a.at-b.at > a.Clock.apart(b.Clock) }

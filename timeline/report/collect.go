@@ -77,8 +77,9 @@ type item struct {
 	mark mark
 }
 
-// aheadOf is the number of tensors and marks that a stream decodes at a time, or one operation if it has
-// more. At most three times as many wait.
+// aheadOf is the number of tensors and marks of files that a stream decodes at a time, or one operation if it
+// has more. At most three times as many wait. Of a running job it takes one operation at a time, so that all
+// use the same memory.
 const aheadOf = 16
 
 // rankStats are the statistics of one rank.
@@ -157,7 +158,7 @@ func (s *stream) batches(yield func([]item) bool) {
 	add := func(i item, n int) bool {
 		batch = append(batch, i)
 		size += n
-		if size >= aheadOf {
+		if size >= aheadOf || s.running {
 			wanted = wanted && yield(batch)
 			batch, size = s.emptied(), 0
 		}

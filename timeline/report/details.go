@@ -16,7 +16,7 @@ const (
 	maxCells = 1 << 22
 	// maxList limits the number of entries of Details.Periods, Details.Pending and Details.Spans.
 	maxList = 1 << 22
-	// MaxMatrix is the largest number of ranks for which Details.Waits is made.
+	// MaxMatrix is the largest number of ranks for which Details.WaitsFor is made.
 	MaxMatrix = 256
 )
 
@@ -30,7 +30,7 @@ type Host struct {
 }
 
 // Details has what a Report sums up, for a program that draws it. All times are on rank 0's clock. Periods,
-// Pending, Spans and Waits are only filled by Examine with a function.
+// Pending, Spans and WaitsFor are only filled by Examine with a function.
 type Details struct {
 	// Begin is the first submission, and End the end of the last operation.
 	Begin, End time.Duration
@@ -50,9 +50,9 @@ type Details struct {
 	Spans []RankSpan
 	// LeftOut is the number of periods, waits and spans for which the lists have no room.
 	LeftOut int64
-	// Waits[w][l] is how long rank w waited for rank l in all operations, in ns. It is nil if there are more
-	// than MaxMatrix ranks.
-	Waits [][]float64
+	// WaitsFor[l][w] is how long rank w waited for rank l in all operations, in ns. It is nil if there are
+	// more than MaxMatrix ranks.
+	WaitsFor [][]float64
 }
 
 // RankSpan is a span of the program of a rank.
@@ -86,7 +86,7 @@ type Wait struct {
 // detailer collects the details of a job.
 type detailer struct {
 	Details
-	all             bool // whether Periods, Pending and Waits are filled
+	all             bool // whether Periods, Pending and WaitsFor are filled
 	names           map[string]*nameStats
 	per             int // the number of steps of a row of the tables
 	maxRows, maxAll int // the limits of the tables, and of Periods and Pending
@@ -97,23 +97,26 @@ func (d *detailer) tables() []*[][]float32 {
 	return []*[][]float32{&d.HeldBy, &d.CausedBy, &d.WaitedBy}
 }
 
-// add adds a number to a cell of a table of steps and ranks.
-func (d *detailer) add(t *[][]float32, step, rank int, ns float64) {
+// add adds a number to the cells of a step and some ranks in a table of steps and ranks.
+func (d *detailer) add(t *[][]float32, step int, ns float64, ranks ...int) {
 	for step/d.per >= d.maxRows {
 		d.halve()
 	}
-	d.put(t, step/d.per, rank, float32(ns))
+	d.put(t, step/d.per, float32(ns), ranks...)
 }
 
-func (d *detailer) put(t *[][]float32, at, rank int, ns float32) {
+func (d *detailer) put(t *[][]float32, at int, ns float32, ranks ...int) {
 	for len(*t) <= at {
 		*t = append(*t, nil)
 	}
-	row := &(*t)[at]
-	if ranks := max(len(d.Ranks), rank+1); len(*row) < ranks {
-		*row = append(*row, make([]float32, ranks-len(*row))...)
+	row := (*t)[at]
+	for _, rank := range ranks {
+		if rank >= len(row) {
+			row = append(row, make([]float32, max(len(d.Ranks), rank+1)-len(row))...)
+		}
+		row[rank] += ns
 	}
-	(*row)[rank] += ns
+	(*t)[at] = row
 }
 
 // halve joins every two successive rows of the tables.
@@ -128,7 +131,7 @@ func (d *detailer) halve() {
 				continue
 			}
 			for rank, ns := range row {
-				d.put(t, i/2, rank, ns)
+				d.put(t, i/2, ns, rank)
 			}
 		}
 	}
@@ -152,7 +155,7 @@ func newDetailer(j *Job, names map[string]*nameStats, all bool) *detailer {
 	d.maxRows = max(maxCells/max(most, 1), 1)
 	if all && most <= MaxMatrix {
 		for range most {
-			d.Waits = append(d.Waits, make([]float64, most))
+			d.WaitsFor = append(d.WaitsFor, make([]float64, most))
 		}
 	}
 	return d
@@ -165,14 +168,12 @@ func (d *detailer) Waited(tensor string, waiters, late []int, at, wait time.Dura
 	if n := d.names[tensor]; n != nil {
 		n.waitedFor += ns * float64(len(waiters)*len(late))
 	}
+	d.add(&d.CausedBy, step, ns*float64(len(waiters)), late...)
+	d.add(&d.WaitedBy, step, ns*float64(len(late)), waiters...)
 	for _, rank := range late {
-		d.add(&d.CausedBy, step, rank, ns*float64(len(waiters)))
-	}
-	for _, rank := range waiters {
-		d.add(&d.WaitedBy, step, rank, ns*float64(len(late)))
-		if rank < len(d.Waits) {
-			row := d.Waits[rank]
-			for _, rank := range late {
+		if rank < len(d.WaitsFor) {
+			row := d.WaitsFor[rank]
+			for _, rank := range waiters {
 				if rank < len(row) {
 					row[rank] += ns
 				}
@@ -191,7 +192,7 @@ func (d *detailer) HeldUp(rank int, from, to time.Duration, steady bool) {
 	// The late rank submits at the end of the period. If this is the rank whose steps are used, its step
 	// begins then.
 	step := d.stepAt(to)
-	d.add(&d.HeldBy, step, rank, float64(to-from))
+	d.add(&d.HeldBy, step, float64(to-from), rank)
 }
 
 // stepAt returns the index of the step to which a time belongs.
@@ -207,7 +208,7 @@ func (d *detailer) stepAt(at time.Duration) int {
 func (d *detailer) steady(at time.Duration) {
 	d.Steps = append(d.Steps[:0], at)
 	d.HeldBy, d.CausedBy, d.WaitedBy, d.per = nil, nil, nil, 1
-	for _, row := range d.Waits {
+	for _, row := range d.WaitsFor {
 		clear(row)
 	}
 }
@@ -256,7 +257,7 @@ func (d *detailer) group(list []Step) {
 			step := d.stepAt(was[min(i*d.per, len(was)-1)])
 			for rank, ns := range row {
 				if ns > 0 {
-					d.put(t, step, rank, ns)
+					d.put(t, step, ns, rank)
 				}
 			}
 		}

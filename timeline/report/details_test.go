@@ -54,8 +54,8 @@ func TestDetailsAddUp(t *testing.T) {
 		same("caused by step", sum(d.CausedBy, l.Rank), l.CausedUS)
 		waited += sum(d.WaitedBy, l.Rank)
 		matrix, periods := 0.0, 0.0
-		for w := range d.Waits {
-			matrix += micros(d.Waits[w][l.Rank])
+		for w := range d.WaitsFor {
+			matrix += micros(d.WaitsFor[l.Rank][w])
 		}
 		same("caused by waiter", matrix, l.CausedUS)
 		waits += matrix

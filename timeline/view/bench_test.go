@@ -2,6 +2,7 @@ package view
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"runtime"
 	"slices"
@@ -11,7 +12,10 @@ import (
 
 	"github.com/chromedp/chromedp"
 
+	"github.com/gohvd/gohvd/internal/live"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
@@ -67,6 +71,48 @@ func peakMemory(b *testing.B) float64 {
 func machine(b *testing.B) {
 	load, err := os.ReadFile("/proc/loadavg")
 	b.Logf("%d CPUs, load %s, %v", runtime.NumCPU(), strings.TrimSpace(string(load)), err)
+}
+
+// BenchmarkAnalysis measures the analysis of a running job of which minLiveBytes are known. In each step, the
+// ranks reduce 8 tensors as one operation, which they submit at random times. Of many ranks, the operations
+// of 8 are known, and the arrivals of all requests at rank 0.
+func BenchmarkAnalysis(b *testing.B) {
+	for _, ranks := range []int{4, 64, 256} {
+		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {
+			random, at := rand.New(rand.NewPCG(1, 2)), time.Second
+			all := make([]*live.Records, min(ranks, 8))
+			for r := range all {
+				all[r] = &live.Records{Rank: r, Size: ranks, Epoch: 1, Clock: trace.Clock{Domain: "d"}}
+			}
+			for bytes, number := 0, uint64(1); bytes < minLiveBytes; number++ {
+				granted := at + 150*time.Millisecond
+				arrivals := make([]time.Duration, ranks)
+				for i := range arrivals {
+					arrivals[i] = at + time.Duration(random.IntN(1e8))
+				}
+				for _, r := range all {
+					o := new(trace.Operation)
+					for i := range 8 {
+						o.Records = append(o.Records, trace.Record{Number: number,
+							Name: fmt.Sprint("grad/", i), Bytes: 1024, Kind: message.Allreduce, Cached: true,
+							Submitted: arrivals[r.Rank], Granted: granted, Begun: granted,
+							Ended: granted + 3000})
+					}
+					e := live.Entry{Operation: o}
+					if r.Rank == 0 {
+						e.Arrivals = arrivals
+					}
+					r.Entries, bytes = append(r.Entries, e), bytes+e.Size()
+				}
+				at = granted + 4000
+			}
+			for b.Loop() {
+				if _, err := Read(report.OfRecords(ranks, all), report.Options{}, "a job"); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
 }
 
 // BenchmarkFrames measures the time between frames while the timeline is zoomed and moved, the time until the

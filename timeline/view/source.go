@@ -122,7 +122,7 @@ func (v *Run) Info() *Info {
 	i := &Info{Title: v.Title, BeginUS: micros(v.Begin),
 		Phases: phaseNames, Names: v.names, StepsPerColumn: v.perColumn(),
 		Live: v.live, TileRows: tileRows, TileBuckets: tileBuckets, MaxLevel: maxLevel,
-		Matrix: v.Waits != nil, Compared: v.Compared != nil, Ranks: []RankInfo{}}
+		Matrix: v.WaitsFor != nil, Compared: v.Compared != nil, Ranks: []RankInfo{}}
 	i.Columns = (len(v.Steps) + i.StepsPerColumn - 1) / i.StepsPerColumn
 	if i.Names == nil {
 		i.Names = []string{}
@@ -179,8 +179,8 @@ func (v *Run) Grid(name string) ([]byte, error) {
 			}
 			return ns
 		}), nil
-	case name == "waits" && v.Waits != nil:
-		return encode(ranks, func(waiter, late int) float64 { return v.Waits[waiter][v.order[late]] }), nil
+	case name == "waits" && v.WaitsFor != nil:
+		return encode(ranks, func(waiter, late int) float64 { return v.WaitsFor[v.order[late]][waiter] }), nil
 	}
 	return nil, fmt.Errorf("got the grid %.64q, want held, caused, waited or waits (up to %d ranks)", name,
 		report.MaxMatrix)
