@@ -23,7 +23,7 @@ const (
 	// are kept.
 	liveWindow   = time.Minute
 	maxLiveBytes = 24 << 20
-	minLiveBytes = 3 << 20
+	minLiveBytes = 1 << 20
 	// Versions are kept so that a page can load what belongs to one of them: at least minMoments, and at
 	// most maxMoments if they do not have more than maxMomentOps operations together. maxPinned limits those
 	// that are kept longer, because a page that does not follow the job any more may show them.
@@ -36,8 +36,7 @@ const (
 	// processors, and at most a tenth of one processor. hvdrun view runs on the host of the training.
 	// maxRestTime is the time after an analysis, in which there is no other, above which fewer operations are
 	// kept. It is half of viewInterval of cmd/hvdrun, the time between two states, so the analysis mostly
-	// takes at most half of its limit. If minLiveBytes take longer, an operation is still shown before there
-	// is no room for it any more.
+	// takes at most half of its limit. If minLiveBytes take longer, the page is later instead.
 	shareOfHost = 100
 	maxRestTime = 250 * time.Millisecond
 	// streamTime is how long a page may take to read a state. If it takes longer, it must connect again.
@@ -89,7 +88,8 @@ type Live struct {
 	answered time.Time
 	stale    bool
 	next     time.Time
-	room     int // the sizes of the entries that are kept, at most
+	cost     time.Duration // the processor time of the last analyses, as a moving average
+	room     int           // the sizes of the entries that are kept, at most
 
 	mu       sync.Mutex
 	state    State
@@ -117,7 +117,7 @@ type recorded struct {
 // NewLive returns a job of which nothing is known yet.
 func NewLive(title string, options report.Options, size int) (*Live, error) {
 	l := &Live{title: title, options: options, changed: make(chan struct{}), stale: true,
-		room:  maxLiveBytes,
+		room:  minLiveBytes, // rest adds more if the analysis is short
 		ranks: make(map[int]*recorded)}
 	return l, l.Update(size, State{Verdict: "Waiting for the first answer of the job."}, nil)
 }
@@ -258,9 +258,13 @@ func processorTime() time.Duration {
 }
 
 // rest sets when the next analysis may begin, after one that took some processor time, and how much it may
-// have to analyse.
+// have to analyse. The last ones count too, because one may take much longer by chance.
 func (l *Live) rest(took time.Duration) {
-	rest := took * time.Duration(max(shareOfHost/runtime.GOMAXPROCS(0), 10)-1)
+	if l.cost == 0 {
+		l.cost = took
+	}
+	l.cost += (took - l.cost) / 4
+	rest := l.cost * time.Duration(max(shareOfHost/runtime.GOMAXPROCS(0), 10)-1)
 	l.next = time.Now().Add(rest)
 	switch size := l.bytes(); {
 	case rest > maxRestTime:

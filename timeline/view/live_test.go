@@ -248,10 +248,16 @@ func TestAnalysisIsLimited(t *testing.T) {
 		t.Errorf("got %d operations, and the next analysis at %v", n, l.next)
 	}
 	l.rest(maxRestTime)
-	if rest := time.Until(l.next); rest < 9*maxRestTime || l.room != minLiveBytes {
+	if rest := time.Until(l.next); rest < 2*maxRestTime || l.room != minLiveBytes {
 		t.Errorf("after a long analysis: got a pause of %v and room for %d bytes, want %d", rest, l.room, minLiveBytes)
 	}
 	for range 20 {
+		l.rest(maxRestTime)
+	}
+	if rest := time.Until(l.next); rest < 8*maxRestTime {
+		t.Errorf("after many long analyses: got a pause of %v", rest)
+	}
+	for range 60 {
 		l.rest(time.Microsecond)
 	}
 	if l.room != maxLiveBytes {
