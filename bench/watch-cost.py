@@ -36,7 +36,6 @@ import math
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -209,7 +208,7 @@ def within(rounds, seconds, ranks):
                 print(file=sys.stderr)
                 return watch, all_windows
             finally:
-                job.send_signal(signal.SIGINT)
+                job.terminate()  # a script in the background may ignore SIGINT, and then hvdrun does too
                 threading.Thread(target=job.stderr.read).start()  # so that hvdrun can write its last lines
 
 
