@@ -234,7 +234,7 @@ class Slot:
         outputs: Sequence[Shape] | None, device: int, home: list[Slot],
         turn: Turn | None,
     ) -> None:  # fmt: skip
-        text = b"" if name is None else _full_name(op, name).encode() + b"\0"
+        text = b"" if name is None else _library.whole(_full_name(op, name).encode()) + b"\0"
         dims = sum(map(len, shapes))
         numbers = (_TENSORS + _TENSOR_WORDS * len(shapes)) * 8
         size = numbers + 8 * (dims + len(op.splits)) + len(text)
@@ -828,6 +828,7 @@ class Engine:
             return {number: s for number, s in self._sets.items() if number and s.ranks == ranks}
 
     def add_set(self, s: ProcessSet, members_only: bool, name: str, timeout: float | None) -> None:
+        text = _library.whole(name.encode())
         self.place()
         if s.ranks is None:
             s.ranks = ranks_of(s.mpi_comm, self.mpi_comm)
@@ -840,7 +841,7 @@ class Engine:
         limit = check_timeout(timeout, "add_process_set")
         flags, result = _library.MEMBERS_ONLY if members_only else 0, _library.Result()
         with _library.new_handle() as handle:
-            check(quick.hvd_add_process_set(_library.Ranks(s.ranks), flags, name.encode(), limit, None, handle))
+            check(quick.hvd_add_process_set(_library.Ranks(s.ranks), flags, text, limit, None, handle))
             _library.wait(handle, result)
         with self._lock:
             self.place()
@@ -889,7 +890,7 @@ class Engine:
     # The timeline and the flight recorder.
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        check(waiting.hvd_start_timeline(os.fsencode(path), mark_cycles))
+        check(waiting.hvd_start_timeline(_library.whole(os.fsencode(path)), mark_cycles))
 
     def stop_timeline(self) -> None:
         check(waiting.hvd_stop_timeline())

@@ -18,8 +18,8 @@ _MOST_CHARACTERS = 1000  # a longer reason is cut to this length
 
 def _describe(e: BaseException) -> str:
     text = "".join(traceback.format_exception_only(type(e), e)).strip()
-    # A file name may contain surrogates, which cannot be encoded in a message.
-    text = text.encode(errors="backslashreplace").decode()
+    # A file name may contain surrogates, which cannot be encoded in a message. The library cuts a text at a null character.
+    text = text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 

@@ -474,7 +474,16 @@ def reap() -> None:
 
 def settings(given: dict[str, str]) -> Any:
     """Returns settings as an array of texts in the form NAME=value."""
-    return (c_char_p * len(given))(*[f"{name}={value}".encode() for name, value in given.items()])
+    return (c_char_p * len(given))(*[whole(f"{name}={value}".encode()) for name, value in given.items()])
+
+
+def whole(text: bytes) -> bytes:
+    """Returns a name, a path or a setting that the library gets. Raises ValueError if it has a null character, at which the
+    library would cut it.
+    """
+    if b"\0" in text:
+        raise ValueError(f"gohvd: {text.decode(errors='backslashreplace')!r} has a null character, want a text without one")
+    return text
 
 
 def text_of(function: Any, *args: Any) -> str:

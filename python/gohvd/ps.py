@@ -255,7 +255,7 @@ class Node:
         momentum(rate, momentum), adagrad(rate, epsilon) or adam(rate, beta1, beta2, epsilon).
         """
         numbers = (ctypes.c_double * len(parameters))(*parameters)
-        check(waiting.hvd_ps_serve(app, _number(dtype), handler.encode(), numbers, len(parameters)))
+        check(waiting.hvd_ps_serve(app, _number(dtype), _library.whole(handler.encode()), numbers, len(parameters)))
 
     def worker(self, app: int, dtype: str) -> Worker:
         """Returns the worker of an app. The element type must be that of the servers."""

@@ -70,14 +70,14 @@ class mark_range:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = _library.whole(name.encode())
 
     def __enter__(self) -> None:
         self._begun = _library.quick.hvd_begin_range()
 
     def __exit__(self, *_: object) -> None:
         if self._begun:
-            _library.quick.hvd_end_range(self._name.encode(), self._begun)
+            _library.quick.hvd_end_range(self._name, self._begun)
 
 
 class _Marks:

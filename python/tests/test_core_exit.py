@@ -78,3 +78,7 @@ class Reasons(unittest.TestCase):
             reason, failed = _exit.of_shutdown()
         self.assertTrue(reason.startswith("while handling ValueError: xxx") and len(reason) < 1100, reason)
         self.assertFalse(failed)
+
+    def test_null_character(self) -> None:
+        """The library would cut the reason at a null character."""
+        self.assertEqual(_exit.raised(ValueError("a\0b")), "its program raised ValueError: a\\x00b")

@@ -23,7 +23,7 @@ import numpy as np
 import gohvd
 import gohvd.numpy as hvd
 import programs
-from gohvd import _library
+from gohvd import _engine, _library, ps
 from gohvd.exceptions import HorovodInternalError
 
 _JOBS, _ROUNDS = (500, 10000) if programs.stress else (120, 100)
@@ -325,6 +325,22 @@ class InTheJob(programs.Bounded):
         with self.assertRaisesRegex(ValueError, "init"):
             gohvd.dump()
         hvd.init()
+
+    def test_null_characters(self) -> None:
+        """A text with a null character, at which the library would cut it, is refused."""
+        hvd.init()
+        calls: list[Callable[[str], Any]] = [
+            lambda text: hvd.allreduce([1.0], name=text),
+            lambda text: hvd.grouped_allreduce([[1.0]], name=text),
+            lambda text: hvd.add_process_set([0], name=text),
+            lambda text: ps.start({"DMLC_ROLE": text}),
+            gohvd.mark_range,
+            lambda text: _engine.engine.start_timeline(text, False),
+        ]
+        for call in calls:
+            with self.assertRaisesRegex(ValueError, r"same\\x00not' has a null character"):
+                call("same\0not")
+        self.assertEqual(hvd.allreduce([1.0], op=hvd.Sum, name="same"), hvd.size())
 
     def test_a_part_of_the_job(self) -> None:
         hvd.init(comm=list(range(hvd.size())) if hvd.is_initialized() else None)
