@@ -162,23 +162,26 @@ func (b *psBench) time(name string, s psShape, once func() error) error {
 			return err
 		}
 	}
-	var times []time.Duration
+	var times []float64 // in microseconds
 	for begin := time.Now(); len(times) < psLeast || time.Since(begin).Seconds() < b.seconds; {
 		start := time.Now()
 		if err := once(); err != nil {
 			return err
 		}
-		if times = append(times, time.Since(start)); len(times) == psMost {
+		if times = append(times, float64(time.Since(start))/1e3); len(times) == psMost {
 			break
 		}
 	}
 	if b.node.Rank() != 0 {
 		return nil
 	}
-	slices.Sort(times)
-	micros := func(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
-	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%d,%.2f,%.2f\n", name, b.node.NumWorkers(),
-		b.node.NumServers(), s.keys, 4*s.keys*s.len, len(times), micros(times[len(times)/2]),
-		micros(times[0]))
+	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%s\n", name, b.node.NumWorkers(), b.node.NumServers(),
+		s.keys, 4*s.keys*s.len, psTimes(times))
 	return err
+}
+
+// psTimes sorts the times of a case and returns their number, median and minimum as columns of the table.
+func psTimes(micros []float64) string {
+	slices.Sort(micros)
+	return fmt.Sprintf("%d,%.2f,%.2f", len(micros), quantile(micros, 0.5), micros[0])
 }

@@ -50,6 +50,12 @@ func TestParameterServer(t *testing.T) {
 	}
 }
 
+func TestTimesOfAnEvenNumber(t *testing.T) {
+	if got := psTimes([]float64{8, 1, 2, 3}); got != "4,2.50,1.00" {
+		t.Errorf("got %s, want 4 times, the median 2.5 and the minimum 1", got)
+	}
+}
+
 // Neither two workers nor two cases have a key in common, also in the largest job that hvdrun starts.
 func TestKeysOfWorkers(t *testing.T) {
 	const workers, keys = 4096, 3
