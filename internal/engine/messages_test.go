@@ -1,6 +1,7 @@
 package engine_test
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -145,6 +147,57 @@ func TestMessagesAreTold(t *testing.T) {
 		}
 		c.shutdown()
 	})
+}
+
+// Rank 1 shuts down while its large message waits. So its bye overtakes the data, and rank 0 needs nothing more
+// of rank 1 when it has accepted the message. The data arrives, although it takes a second more.
+func TestMessagesOfALeaverAfterItsBye(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 2, func(cfg *engine.Config) {
+			if cfg.Rank == 1 {
+				cfg.Mesh = slowMessages{cfg.Mesh}
+			}
+		})
+		var done [2]chan error
+		for r := range done {
+			done[r] = make(chan error, 1)
+			o := &p2p.Op{Peer: topo.Rank(1 - r), DType: tensor.Uint8, Buf: make([]byte, 1<<20),
+				Done: func(err error) { done[r] <- err }}
+			if err := c.engines[r].Post(topo.Global, o, r == 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		left := make(chan error, 1)
+		go func() { left <- c.engines[1].Shutdown(c.ctx, engine.Departure{}) }()
+		for _, d := range done {
+			if err := c.wait(d); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := errors.Join(c.wait(left), c.engines[0].Shutdown(c.ctx, engine.Departure{})); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// slowMessages is a mesh on which each frame of messages in the global process set takes a second.
+type slowMessages struct{ transport.Mesh }
+
+// Conn implements transport.Mesh.
+func (m slowMessages) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, lane, peer)
+	if err == nil && lane == transport.MessageLane(topo.Global) {
+		c = slowFrames{c}
+	}
+	return c, err
+}
+
+type slowFrames struct{ transport.Conn }
+
+// Send implements transport.Conn.
+func (c slowFrames) Send(p []byte) error {
+	time.Sleep(time.Second)
+	return c.Conn.Send(p)
 }
 
 // One member removes a process set while the other one still waits for a message and for an earlier
