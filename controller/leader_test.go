@@ -412,6 +412,17 @@ func TestClosedLast(t *testing.T) {
 	}
 }
 
+// A leader does not report the end of the connection of a rank that was closed.
+func TestClosedIsNotLost(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.nodes[3].m.Shutdown("", nil)
+	c.settle()
+	w.take()
+	c.endConnection(3, "end of stream")
+	c.settle()
+	wantParts(t, w.take())
+}
+
 // wantVerdicts checks that every rank, except one, has got a verdict that contains want.
 func wantVerdicts(t *testing.T, got []string, except topo.Rank, want string) {
 	t.Helper()
