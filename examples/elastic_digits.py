@@ -20,7 +20,8 @@ from torch.nn import functional
 def train(state, images, epochs, batch, checkpoint):
     pixels, digits = images
     while state.epoch < epochs:
-        loader = torch.utils.data.DataLoader(range(len(pixels)), batch // hvd.size(), sampler=state.sampler)
+        share = max(1, batch // hvd.size())  # there may be more ranks than images in a batch
+        loader = torch.utils.data.DataLoader(range(len(pixels)), share, sampler=state.sampler)
         loss = torch.zeros(())  # there may be no sample left if the ranks have changed
         for number, mine in enumerate(loader):
             state.optimizer.zero_grad()
@@ -48,6 +49,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="seed of the split, the weights and the order of the images")
     parser.add_argument("--checkpoint", default="", help="file of the checkpoint, which all hosts can read")
     o = parser.parse_args()
+    if o.epochs < 0 or o.batch < 1:
+        parser.error("want --epochs of at least 0, and --batch of at least 1")
 
     hvd.init()
     torch.set_num_threads(1)

@@ -93,6 +93,8 @@ def main():
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--seed", type=int, default=1, help="seed of the split, the weights and the order of the images")
     o = parser.parse_args()
+    if o.epochs < 0 or o.batch < 1:
+        parser.error("want --epochs of at least 0, and --batch of at least 1")
 
     hvd.init()
     # The ranks of a host share its cores.

@@ -7,6 +7,7 @@ import (
 	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -79,6 +80,22 @@ func TestElasticTorch(t *testing.T) {
 			}
 			ends(t, cmd, want)
 		})
+	}
+}
+
+// TestElasticExample trains with the program of the examples, also if there are more ranks than images in a
+// batch. A batch without images is refused.
+func TestElasticExample(t *testing.T) {
+	t.Parallel()
+	testnet.NeedTorch(t)
+	example := func(batch string) *exec.Cmd {
+		return launched(t, "-np", "2", "--min-np", "2", testnet.Python, "../../examples/elastic_digits.py",
+			"--epochs", "1", "--batch", batch)
+	}
+	ends(t, example("1"), map[string]int{`:digits: ranks=2 test_accuracy=0\.\d+ weights_sha256=`: 2})
+	if out, err := example("0").CombinedOutput(); err == nil ||
+		!strings.Contains(string(out), "error: want --epochs of at least 0, and --batch of at least 1") {
+		t.Errorf("a batch of 0: %v\n%s", err, out)
 	}
 }
 
