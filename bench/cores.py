@@ -3,7 +3,9 @@
 
 On a virtual machine the state changes when the host moves the virtual processors, and all times between two ranks
 change with it. So all benchmarks use this file: they measure the state before and after each run, compare only runs of
-the same state, and count the runs that they leave out because the state changed meanwhile.
+the same state, and count the runs that they leave out because the state changed meanwhile. The state has not changed
+if one round trip takes less than RATIO times as long as the one measured before, though it is near by one of them and
+far by the other.
 
     bench/cores.py    # prints the state as a comment for files with results: "# cores,near,0.0551,2.5140"
 
@@ -22,6 +24,7 @@ from typing import NamedTuple
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STATES = {"near": "near cores", "far": "far cores", "single": "one core"}  # in the order of all tables
 COMMENT = "# cores,"
+RATIO = 1.6  # that of cmd/hvdbench/cores.go
 
 
 class State(NamedTuple):
@@ -30,6 +33,11 @@ class State(NamedTuple):
     name: str
     round_trip_us: float
     read_us: float  # of 64 KiB
+
+    def same(self, other):
+        """Returns whether another measurement was in the same state."""
+        trips = self.round_trip_us, other.round_trip_us
+        return self.name == other.name or max(trips) < RATIO * min(trips)
 
     def comment(self):
         return f"{COMMENT}{self.name},{self.round_trip_us:.4f},{self.read_us:.4f}"
@@ -86,6 +94,7 @@ class Results:
 
     def __init__(self):
         self.num_runs = self.left_out = 0
+        self.counted = None  # the last measurement of count, with the name by which it was counted
         self.seen = {}  # by the name of a state, the measurements before and after all runs in this state
         self.values = {}  # by state and key, {round: value}
         self.rounds = set()
@@ -93,11 +102,18 @@ class Results:
     def count(self, before, after):
         """Counts a run. Returns the name of the state in which it ran, or None if the state changed or is not known."""
         self.num_runs += 1
-        if before is None or after is None or before.name != after.name:
+        if before is None or after is None or (name := self.name(before)) != self.name(after):
             self.left_out += 1
             return None
-        self.seen.setdefault(before.name, []).append((before, after))
-        return before.name
+        self.seen.setdefault(name, []).append((before, after))
+        return name
+
+    def name(self, state):
+        """Returns the name of the state of the last measurement if that of a new one is the same."""
+        if self.counted and self.counted.same(state):
+            state = state._replace(name=self.counted.name)
+        self.counted = state
+        return state.name
 
     def add(self, state, number, values):
         """Adds values by key of a run in a round. Those of a run without a state are not used."""

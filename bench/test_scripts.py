@@ -189,6 +189,14 @@ sed -i 1d {self.folder}/rows
                          "far cores in 2 runs (round trip 0.40 to 0.40 us, read of 64 KiB 4.5 to 4.5 us); "
                          "2 of 6 runs left out, because the state of the cores changed meanwhile")
 
+    def test_border(self):
+        """Where round trips take about 0.2 us, all runs are counted in the state of the first one."""
+        watch = cores.Watch(iter([cores.State("near" if us < 0.2 else "far", us, 3) for us in (0.19, 0.21, 0.26, 0.18, 0.2, 0.4, 0.28, 0.19)]).__next__)
+        self.assertEqual([watch.run(lambda: 0)[1] for _ in range(7)], ["near", "near", "near", "near", None, "far", "far"])
+        self.assertIn("near cores in 4 runs (round trip 0.18 to 0.26 us, read", watch.summary())
+        with open(os.path.join(cores.ROOT, "cmd", "hvdbench", "cores.go"), encoding="utf-8") as file:
+            self.assertIn(f"const sameRatio = {cores.RATIO}\n", file.read())
+
 
 def results(*runs):
     """Returns the results of runs, each given as (round, state before, state after, values by key)."""

@@ -21,7 +21,8 @@ medians of many short trials. On an idle machine, the measurement takes a few mi
 
 The cores are near if the round trip takes less than 0.2 us, and far otherwise. Round trips usually take 0.04 to 0.18 us
 between cores of one chip, and more if the chips or the sockets differ. On a virtual machine the state changes when the
-host moves the virtual processors. Compare times of collectives only if they were measured in the same state.`
+host moves the virtual processors. Compare times of collectives only if they were measured in the same state. The state
+counts as the same on both sides of 0.2 us if one round trip takes less than 1.6 times as long as the other.`
 
 const coresExamples = `  hvdbench cores
   taskset -c 0,8 hvdbench cores          # other cores
@@ -30,6 +31,11 @@ const coresExamples = `  hvdbench cores
 // farRoundTrip is the least round trip in us between cores that are far apart. The state does not depend on
 // the time of the read, because the clock rate of the processor bounds it if the cores are near.
 const farRoundTrip = 0.2
+
+// sameRatio is the least ratio of two round trips that shows that the state has changed. On a machine whose
+// round trips take about farRoundTrip, they vary on both sides of it in the same state. RATIO in
+// bench/cores.py is the same.
+const sameRatio = 1.6
 
 // The number of trials, the number of round trips in each trial, and the number of reads after them. They are
 // small, so that only few trials are interrupted by other programs.
@@ -53,6 +59,12 @@ func (d distance) state() string {
 		return "near"
 	}
 	return "far"
+}
+
+// sameState reports whether d and another distance were measured in the same state.
+func (d distance) sameState(other distance) bool {
+	return d.state() == other.state() ||
+		max(d.roundTrip, other.roundTrip) < sameRatio*min(d.roundTrip, other.roundTrip)
 }
 
 // String describes d for users.

@@ -104,6 +104,32 @@ func TestCoresTooBusy(t *testing.T) {
 	}
 }
 
+// TestSameState checks distances on both sides of the border between near and far.
+func TestSameState(t *testing.T) {
+	for _, c := range []struct {
+		a, b float64
+		same bool
+	}{
+		{0.05, 0.19, true},
+		{0.19, 0.21, true},
+		{0.13, 0.2, true},
+		{0.15, 0.25, false},
+		{0.06, 0.33, false},
+		{0.21, 0.6, true},
+		{0, 0.1, false}, // only one core
+	} {
+		of := func(trip float64) distance {
+			if trip == 0 {
+				return distance{cores: []int{0}}
+			}
+			return distance{[]int{0, 1}, trip, 2}
+		}
+		if a, b := of(c.a), of(c.b); a.sameState(b) != c.same || b.sameState(a) != c.same {
+			t.Errorf("%v and %v: got %v and %v, want %v", c.a, c.b, a.sameState(b), b.sameState(a), c.same)
+		}
+	}
+}
+
 func TestCoresFormats(t *testing.T) {
 	const columns = "# hvdbench cores\nstate,core,other_core,round_trip_us,read_64KiB_us\n"
 	for _, c := range []struct {

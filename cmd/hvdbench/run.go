@@ -97,7 +97,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	}
 	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %s", b.kind, b.team.Size(), b.team, b.memoryName(),
 		touched, calls)
-	before := b.state(ctx, "before")
+	before, knownBefore := b.distance(ctx, "before")
 	b.out.begin(title)
 	var err error
 	switch {
@@ -106,8 +106,9 @@ func (b *benchmark) all(ctx context.Context) error {
 	default:
 		err = b.sweep(ctx)
 	}
-	if after := b.state(ctx, "after"); before != "" && after != "" && after != before {
-		b.out.note("the cores were " + before + " before and are " + after + " after: compare times only of one state")
+	if after, known := b.distance(ctx, "after"); known && knownBefore && !after.sameState(before) {
+		b.out.note("the cores were " + before.state() + " before and are " + after.state() +
+			" after: compare times only of one state")
 	}
 	b.out.end(b.wrong)
 	if err == nil {
@@ -124,19 +125,19 @@ func (b *benchmark) all(ctx context.Context) error {
 	return nil
 }
 
-// state measures and prints how far apart the cores of this host are, and returns the name of the state, or
-// "" if it is unknown. The other ranks wait meanwhile.
-func (b *benchmark) state(ctx context.Context, when string) string {
+// distance measures and prints how far apart the cores of this host are. It reports whether that is known.
+// The other ranks wait meanwhile.
+func (b *benchmark) distance(ctx context.Context, when string) (d distance, known bool) {
 	if b.cores == nil {
-		return ""
+		return distance{}, false
 	}
 	d, err := b.cores(ctx)
 	if err != nil {
 		b.out.note(fmt.Sprintf("%s: the state of the cores is unknown: %v", when, err))
-		return ""
+		return distance{}, false
 	}
 	b.out.note(when + ": " + d.String())
-	return d.state()
+	return d, true
 }
 
 // add prints the results of a line and counts them.

@@ -387,7 +387,8 @@ func TestBackendFails(t *testing.T) {
 // TestStateOfTheCores checks that rank 0 prints the state of the cores before and after the results, and a
 // warning if the state has changed. A benchmark whose cores are busy goes on.
 func TestStateOfTheCores(t *testing.T) {
-	near, far := distance{[]int{0, 1}, 0.06, 2.5}, distance{[]int{0, 1}, 0.33, 4.5}
+	at := func(roundTrip float64) distance { return distance{[]int{0, 1}, roundTrip, 2.5} }
+	near, far := at(0.06), at(0.33)
 	const changed = "the cores were near before and are far after: compare times only of one state"
 	for name, c := range map[string]struct {
 		states []distance
@@ -397,6 +398,8 @@ func TestStateOfTheCores(t *testing.T) {
 			"# after: cores 0 and 1: near: "}},
 		"changed": {[]distance{near, far}, []string{"# before: cores 0 and 1: near: ",
 			"# after: cores 0 and 1: far: ", changed}},
+		"border": {[]distance{at(0.19), at(0.21)}, []string{"# before: cores 0 and 1: near: ",
+			"# after: cores 0 and 1: far: "}},
 		"busy": {nil, []string{"# before: the state of the cores is unknown: busy",
 			"# after: the state of the cores is unknown: busy"}},
 	} {
