@@ -117,7 +117,7 @@ func TestPushAllocates(t *testing.T) {
 	const most = 5
 	kv(job{t: t, servers: 1, workers: 1}, Sum[float32], func(_ *Node, _ int, w *KVWorker[float32]) {
 		keys, vals := []uint64{1}, []float32{1}
-		if n := testing.AllocsPerRun(1000, func() {
+		if n := testing.AllocsPerRun(100, func() {
 			noError(t, w.Push(t.Context(), keys, vals))
 		}); n > most {
 			t.Errorf("a push of a key makes %v allocations, want at most %d", n, most)
