@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -64,8 +65,7 @@ for step in range(10):
 
 // ends is the program of a Go rank, which may end early. It has the same structure as the program in the
 // README.
-func ends() error {
-	ctx := context.Background()
+func ends(ctx context.Context) error {
 	if err := hvd.Init(ctx); err != nil {
 		return err
 	}
@@ -136,8 +136,7 @@ func TestEndings(t *testing.T) {
 
 // survives is the program of two Go ranks. Rank 1 leaves the first job while rank 0 waits for it. Both join
 // and leave another job. Then rank 0 fails.
-func survives() error {
-	ctx := context.Background()
+func survives(ctx context.Context) error {
 	for job := range 2 {
 		if err := hvd.Init(ctx); err != nil {
 			return err
@@ -159,16 +158,67 @@ func survives() error {
 	return nil
 }
 
-// The ranks survive a failure and join another job. If a rank fails after that job, hvdrun does not blame the
-// rank that has caused the first failure.
-func TestSurvivedFailure(t *testing.T) {
-	j := startCommand(t, []string{hvdrunPath, "-np", "2", testnet.Self(t)}, programVariable+"=survives")
-	if status := j.wait(); status != 3 {
-		t.Errorf("status %d, want 3", status)
+// initFailedVariable is the variable that names a file for the program lateRoot, and jobsVariable says how
+// many jobs that program joins.
+const initFailedVariable, jobsVariable = "E2E_INIT_FAILED", "E2E_JOBS"
+
+// lateRoot is the program of two Go ranks. Rank 0 joins the last job only after an Init of rank 1 has ended
+// at its time limit. Rank 1 calls Init again. When both have left that job, rank 1 fails.
+func lateRoot(ctx context.Context) error {
+	jobs, err := strconv.Atoi(os.Getenv(jobsVariable))
+	if err != nil {
+		return err
 	}
-	_, report, _ := strings.Cut(j.err(), "hvdrun: the job failed")
-	if !strings.Contains(report, "Root cause (first observed failure):\n  rank 0: exit status 3\n") ||
-		strings.Contains(report, "what the ranks did") {
-		t.Errorf("got the report%s", report)
+	for job := range jobs {
+		switch last := job == jobs-1; {
+		case last && os.Getenv("HOROVOD_RANK") == "1":
+			limit := hvd.WithSetting("HOROVOD_GLOO_TIMEOUT_SECONDS", "0.5")
+			if err := hvd.Init(ctx, limit); err == nil {
+				return errors.New("joined a job without rank 0")
+			}
+			if err := os.WriteFile(os.Getenv(initFailedVariable), nil, 0o600); err != nil {
+				return err
+			}
+		case last:
+			for {
+				if _, err := os.Stat(os.Getenv(initFailedVariable)); err == nil {
+					break
+				}
+				time.Sleep(5 * time.Millisecond)
+			}
+		}
+		if err := hvd.Init(ctx); err != nil {
+			return err
+		}
+		rank := hvd.Rank()
+		if err := hvd.Shutdown(ctx); err != nil {
+			return err
+		}
+		if job == jobs-1 && rank == 1 {
+			return errCulprit
+		}
+	}
+	return nil
+}
+
+// The ranks survive a failure and join another job, or the same one at the next attempt. If a rank fails
+// after that job, hvdrun does not blame the rank that has caused the first failure.
+func TestSurvivedFailure(t *testing.T) {
+	for _, test := range []struct {
+		program string
+		jobs    int
+		culprit int
+	}{{"survives", 2, 0}, {"late-root", 1, 1}, {"late-root", 2, 1}} {
+		j := startCommand(t, []string{hvdrunPath, "-np", "2", testnet.Self(t)},
+			programVariable+"="+test.program, fmt.Sprint(jobsVariable, "=", test.jobs),
+			initFailedVariable+"="+filepath.Join(t.TempDir(), "failed"))
+		if status := j.wait(); status != 3 {
+			t.Errorf("%s: status %d, want 3", test.program, status)
+		}
+		_, report, _ := strings.Cut(j.err(), "hvdrun: the job failed")
+		want := fmt.Sprintf("Root cause (first observed failure):\n  rank %d: exit status 3\n", test.culprit)
+		if !strings.Contains(report, want) || strings.Contains(report, "what the ranks did") {
+			t.Errorf("%s, %d jobs: got the report%s", test.program, test.jobs, report)
+		}
 	}
 }

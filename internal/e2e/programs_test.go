@@ -33,12 +33,10 @@ func program(name string) int {
 		return overHosts(serveStore)
 	case "id":
 		return overHosts(func() error { return makeID(ctx) })
-	case "ends", "survives":
-		run := ends
-		if name == "survives" {
-			run = survives
-		}
-		switch err := run(); {
+	case "ends", "survives", "late-root":
+		run := map[string]func(context.Context) error{"ends": ends, "survives": survives,
+			"late-root": lateRoot}[name]
+		switch err := run(ctx); {
 		case errors.Is(err, errCulprit):
 			return 3
 		case err != nil:

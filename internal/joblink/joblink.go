@@ -15,7 +15,8 @@
 //     of its own. Then the first verdict of another rank counts. The same holds if the ranks that the first
 //     one names have turned out to take part in the job (Doubt).
 //  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
-//     verdict does not count. Neither does a verdict of an epoch if all ranks have joined a later one.
+//     verdict does not count. Neither does a verdict of an epoch if all ranks have joined a later one, nor a
+//     verdict that an epoch has not begun (Starting) if all ranks have joined it.
 //
 // Every rank has the secret of the job and is trusted. Nothing prevents a rank from sending an answer in the
 // name of another rank.
@@ -70,8 +71,7 @@ const (
 	// Exit is a report of hvdrun's process between mpirun and a rank, at the end of the rank's command. Its
 	// text says how the command has failed. It is empty if the command has succeeded.
 	Exit = "exit"
-	// Begun is a report of rank 0: all ranks have joined an epoch, whose number is the text. It is not sent
-	// in the first epoch.
+	// Begun is a report of rank 0: all ranks have joined an epoch, whose number is the text.
 	Begun = "begun"
 	// verdict is a report that contains a Verdict.
 	verdict = "verdict"
@@ -349,7 +349,7 @@ type Launcher struct {
 	// verdicts has those of one epoch, at most one of each rank, in the order in which they have arrived. The
 	// first one counts.
 	verdicts []accusation
-	begun    uint64        // verdicts of epochs before this one do not count
+	begun    uint64        // the newest epoch that all ranks have joined
 	decided  chan struct{} // closed when verdicts has an element
 	news     chan struct{} // closed when the first element of verdicts changes
 	// newest has the number of the newest process of each rank that was started again. It is 0 if that
@@ -549,19 +549,25 @@ func (l *Launcher) Restarted(rank int) {
 }
 
 // Begin is called when all ranks have joined an epoch. So they have survived the failures of earlier epochs,
-// whose verdicts do not count any more.
+// and of attempts to join this one, whose verdicts do not count any more.
 func (l *Launcher) Begin(epoch uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.begun = max(l.begun, epoch)
-	l.forget(func(a accusation) bool { return a.Epoch < l.begun })
+	l.forget(func(a accusation) bool { return l.isSurvived(a.Verdict) })
+}
+
+// isSurvived reports whether all ranks have joined an epoch after the failure that v is about. The caller
+// holds l.mu.
+func (l *Launcher) isSurvived(v Verdict) bool {
+	return v.Epoch < l.begun || v.Starting && v.Epoch == l.begun
 }
 
 // accuse adds the verdict v of a rank, unless v is of an earlier epoch, the rank has reported another one, or
 // v says that a rank is silent that has blamed others. The caller holds l.mu.
 func (l *Launcher) accuse(v Verdict, by int) {
 	a := accusation{Verdict: v, by: by}
-	if max(l.begun, first(l.verdicts).Epoch) > v.Epoch {
+	if l.isSurvived(v) || first(l.verdicts).Epoch > v.Epoch {
 		return
 	}
 	l.forget(func(b accusation) bool { return b.doubted || b.Epoch < v.Epoch || a.refutes(b) })

@@ -425,15 +425,20 @@ func TestVerdict(t *testing.T) {
 		}
 	}
 	// When all ranks have joined epoch 5, the verdict of epoch 4 does not count, and neither does one that
-	// arrives late.
+	// arrives late, or says that epoch 5 has not begun.
 	l.Begin(5)
-	for epoch, want := range [][]topo.Rank{4: nil, 5: {1}} {
-		if err := rank.ReportVerdict(ctx, verdictOf(uint64(epoch), "", 1)); err != nil {
+	starting := verdictOf(5, "", 1)
+	starting.Starting = true
+	for _, step := range []struct {
+		says Verdict
+		want []topo.Rank
+	}{{verdictOf(4, "", 1), nil}, {starting, nil}, {verdictOf(5, "", 1), []topo.Rank{1}}} {
+		if err := rank.ReportVerdict(ctx, step.says); err != nil {
 			t.Fatal(err)
 		}
 		awaitRead(t, kv)
-		if got := l.Accused(); !slices.Equal(got, want) {
-			t.Errorf("after the verdict of epoch %d: got the accused ranks %v, want %v", epoch, got, want)
+		if got := l.Accused(); !slices.Equal(got, step.want) {
+			t.Errorf("after %v: got the accused ranks %v, want %v", step.says, got, step.want)
 		}
 	}
 	testnet.WantError(t, rank.ReportVerdict(ctx, Verdict{Epoch: 9}), "malformed verdict")

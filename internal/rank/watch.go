@@ -140,9 +140,7 @@ func (r *Watch) Attach(e *engine.Engine) error {
 	}
 	if r.cfg.Rank == 0 {
 		r.running.Go(r.forwardStalls)
-		if r.cfg.Epoch > 1 {
-			r.running.Go(r.begun)
-		}
+		r.running.Go(r.begun)
 	}
 	return nil
 }
