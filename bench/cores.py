@@ -4,8 +4,7 @@
 On a virtual machine the state changes when the host moves the virtual processors, and all times between two ranks
 change with it. So all benchmarks use this file: they measure the state before and after each run, compare only runs of
 the same state, and count the runs that they leave out because the state changed meanwhile. The state has not changed
-if one round trip takes less than RATIO times as long as the one measured before, though it is near by one of them and
-far by the other.
+if one round trip takes less than RATIO times as long as the other, though one is near and the other far.
 
     bench/cores.py    # prints the state as a comment for files with results: "# cores,near,0.0551,2.5140"
 
@@ -94,7 +93,7 @@ class Results:
 
     def __init__(self):
         self.num_runs = self.left_out = 0
-        self.counted = None  # the last measurement of count, with the name by which it was counted
+        self.first = None  # the first measurement since the state has changed
         self.seen = {}  # by the name of a state, the measurements before and after all runs in this state
         self.values = {}  # by state and key, {round: value}
         self.rounds = set()
@@ -109,11 +108,10 @@ class Results:
         return name
 
     def name(self, state):
-        """Returns the name of the state of the last measurement if that of a new one is the same."""
-        if self.counted and self.counted.same(state):
-            state = state._replace(name=self.counted.name)
-        self.counted = state
-        return state.name
+        """Returns the name of the state of a measurement, which is that of the first one unless the state has changed."""
+        if not self.first or not self.first.same(state):
+            self.first = state
+        return self.first.name
 
     def add(self, state, number, values):
         """Adds values by key of a run in a round. Those of a run without a state are not used."""

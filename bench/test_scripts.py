@@ -191,7 +191,7 @@ sed -i 1d {self.folder}/rows
 
     def test_border(self):
         """Where round trips take about 0.2 us, all runs are counted in the state of the first one."""
-        watch = cores.Watch(iter([cores.State("near" if us < 0.2 else "far", us, 3) for us in (0.19, 0.21, 0.26, 0.18, 0.2, 0.4, 0.28, 0.19)]).__next__)
+        watch = cores.Watch(iter([cores.State("near" if us < 0.2 else "far", us, 3) for us in (0.19, 0.21, 0.26, 0.18, 0.2, 0.4, 0.28, 0.26)]).__next__)
         self.assertEqual([watch.run(lambda: 0)[1] for _ in range(7)], ["near", "near", "near", "near", None, "far", "far"])
         self.assertIn("near cores in 4 runs (round trip 0.18 to 0.26 us, read", watch.summary())
         with open(os.path.join(cores.ROOT, "cmd", "hvdbench", "cores.go"), encoding="utf-8") as file:
