@@ -149,8 +149,8 @@ func TestMessagesAreTold(t *testing.T) {
 	})
 }
 
-// Rank 1 shuts down while its large message waits. So its bye overtakes the data, and rank 0 needs nothing more
-// of rank 1 when it has accepted the message. The data arrives, although it takes a second more.
+// Rank 1 shuts down while its large message waits. So its bye overtakes the data, and rank 0 needs nothing
+// more of rank 1 when it has accepted the message. The data arrives, although it takes a second more.
 func TestMessagesOfALeaverAfterItsBye(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, func(cfg *engine.Config) {
