@@ -72,7 +72,10 @@ class Programs(BuildHookInterface):
         c = {"CGO_ENABLED": "1", "CC": f"'{zig() / 'zig'}' cc -target {target}", "CGO_CFLAGS": "-O2", "CGO_LDFLAGS": "-O2"}
         bin = str(top / "bin") + "/"
         go("build", *flags, f"-ldflags={link}", "-o", bin, *STATIC, CGO_ENABLED="0")
-        go("build", *flags, f"-ldflags={link}", "-tags", "nccl", "-o", bin, *WITH_NCCL, **c)
+        # The packages are compiled as those of the library, so only once for both. The linker makes programs at fixed
+        # addresses of them: at other addresses in each process, ranks that share a core take longer (docs/performance.md).
+        pie = ("-buildmode=pie", f"-ldflags={link} -buildmode=exe")
+        go("build", *flags, *pie, "-tags", "nccl", "-o", bin, *WITH_NCCL, **c)
         run("scripts/build-libgohvd.sh", str(top / "lib" / "libgohvd.so"), *flags, LDFLAGS=link, **c)
         for folder in ("include", "lib/pkgconfig"):
             (top / folder).mkdir(parents=True, exist_ok=True)
