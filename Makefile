@@ -65,17 +65,19 @@ TAGGED = git grep -lE '^//go:build .*\b($(1))\b' -- '*.go' | xargs dirname | sor
 # detector. The tests of libgohvd build it without the detector, which does not know of the threads of C.
 RACE = $(GO) test $(VETTED) -race -tags nccl -shuffle=on -timeout 30m
 
-# The packages with the goroutines of ranks and nodes while they run, from the public functions to the connections.
+# The packages with the goroutines of ranks and nodes while they run, from the public functions to the connections. Their
+# few files with the tag race are vetted in race-all, because go vet analyses all that they import again with -race.
 RACED = ./hvd ./internal/cuda ./internal/engine ./internal/library ./internal/ps/van ./internal/sidecar \
 	./internal/transport/mem ./internal/transport/shm ./internal/transport/tcp ./ops/nccl ./ops/shm
 
 .PHONY: race
 race: vet-tool ## test the packages of running ranks and nodes (with stand-ins for CUDA) under the race detector, with less data
-	$(GO) vet $(VET) -race -tags nccl $$($(call TAGGED,race|nccl))
+	$(GO) vet $(VET) -tags nccl $$($(call TAGGED,nccl))
 	$(RACE) -short $(RACED)
 
 .PHONY: race-all
 race-all: vet-tool ## test all packages with goroutines and CUDA devices under the race detector
+	$(GO) vet $(VET) -race -tags nccl $$($(call TAGGED,race|nccl))
 	$(RACE) -short $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v -e cmd/hvdbench -e cmd/libgohvd) ./internal/conformance ./internal/cuda ./internal/testcuda ./ops/nccl
 	$(RACE) -run 'Core|Signals|Interrupted|Device' ./cmd/hvdbench
 	$(RACE) -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
