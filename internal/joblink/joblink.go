@@ -16,7 +16,7 @@
 //     one names have turned out to take part in the job (Doubt).
 //  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
 //     verdict does not count. Neither does a verdict of an epoch if all ranks have joined a later one, nor a
-//     verdict that an epoch has not begun (Starting) if all ranks have joined it.
+//     verdict that an epoch has not begun (Starting) if all ranks join it later.
 //
 // Every rank has the secret of the job and is trusted. Nothing prevents a rank from sending an answer in the
 // name of another rank.
@@ -554,20 +554,16 @@ func (l *Launcher) Begin(epoch uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.begun = max(l.begun, epoch)
-	l.forget(func(a accusation) bool { return l.isSurvived(a.Verdict) })
-}
-
-// isSurvived reports whether all ranks have joined an epoch after the failure that v is about. The caller
-// holds l.mu.
-func (l *Launcher) isSurvived(v Verdict) bool {
-	return v.Epoch < l.begun || v.Starting && v.Epoch == l.begun
+	l.forget(func(a accusation) bool { return a.Epoch < l.begun || a.Starting && a.Epoch == l.begun })
 }
 
 // accuse adds the verdict v of a rank, unless v is of an earlier epoch, the rank has reported another one, or
 // v says that a rank is silent that has blamed others. The caller holds l.mu.
 func (l *Launcher) accuse(v Verdict, by int) {
 	a := accusation{Verdict: v, by: by}
-	if l.isSurvived(v) || first(l.verdicts).Epoch > v.Epoch {
+	// A process that was started after another program of the same job does not know the epochs of that
+	// program, so if it cannot join, its verdict has the number of an earlier one.
+	if v.Epoch < l.begun && !v.Starting || v.Epoch < first(l.verdicts).Epoch {
 		return
 	}
 	l.forget(func(b accusation) bool { return b.doubted || b.Epoch < v.Epoch || a.refutes(b) })

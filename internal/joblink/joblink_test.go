@@ -424,21 +424,31 @@ func TestVerdict(t *testing.T) {
 			t.Errorf("got %v, %v, want %v", v, err, step.want)
 		}
 	}
-	// When all ranks have joined epoch 5, the verdict of epoch 4 does not count, and neither does one that
-	// arrives late, or says that epoch 5 has not begun.
-	l.Begin(5)
-	starting := verdictOf(5, "", 1)
-	starting.Starting = true
+	// When all ranks have joined an epoch, the verdict of an earlier one does not count, and neither does one
+	// that arrives late, or that said that this epoch has not begun. The verdict of a program that is started
+	// later and cannot join counts, although that program does not know how many epochs there have been.
+	starting := func(epoch uint64) Verdict {
+		return Verdict{Epoch: epoch, Ranks: []topo.Rank{1}, Starting: true}
+	}
 	for _, step := range []struct {
-		says Verdict
-		want []topo.Rank
-	}{{verdictOf(4, "", 1), nil}, {starting, nil}, {verdictOf(5, "", 1), []topo.Rank{1}}} {
+		begun uint64
+		says  Verdict
+		want  []topo.Rank
+	}{
+		{5, verdictOf(4, "", 1), nil},
+		{5, starting(6), []topo.Rank{1}},
+		{6, verdictOf(5, "", 0), nil},
+		{6, starting(1), []topo.Rank{1}},
+		{6, verdictOf(6, "", 0), []topo.Rank{0}},
+	} {
+		l.Begin(step.begun)
 		if err := rank.ReportVerdict(ctx, step.says); err != nil {
 			t.Fatal(err)
 		}
 		awaitRead(t, kv)
 		if got := l.Accused(); !slices.Equal(got, step.want) {
-			t.Errorf("after %v: got the accused ranks %v, want %v", step.says, got, step.want)
+			t.Errorf("epoch %d, after %v: got the accused ranks %v, want %v", step.begun, step.says, got,
+				step.want)
 		}
 	}
 	testnet.WantError(t, rank.ReportVerdict(ctx, Verdict{Epoch: 9}), "malformed verdict")
