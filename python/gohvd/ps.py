@@ -145,8 +145,10 @@ _dropped: collections.deque[tuple[int, Any]] = collections.deque()
 """The handles of requests that the program has dropped in flight, and their arrays. Finalizers may append, without a lock.
 """
 
-_failed: list[str] = []
-"""The errors of dropped pushes, at most _MOST_FAILED of them, unless clock has raised an error since."""
+_failed: dict[str, int] = {}
+"""The errors of dropped pushes, at most _MOST_FAILED different ones, with the number of pushes that had each. Errors before
+one that clock has raised are not in it.
+"""
 
 _MOST_FAILED = 16
 
@@ -161,15 +163,21 @@ def _reap(seconds: float | ctypes.c_double = 0.0) -> None:
         status = (waiting if seconds else quick).hvd_wait(handle, seconds, None)
         if status == PENDING:
             _dropped.append((handle, arrays))
-        elif status not in (SUCCESS, NO_HANDLE) and arrays[1] is not None and len(_failed) < _MOST_FAILED:
-            _failed.append(str(_library.error(status)))
+        elif status not in (SUCCESS, NO_HANDLE) and arrays[1] is not None:
+            text = str(_library.error(status))
+            if text in _failed or len(_failed) < _MOST_FAILED:
+                _failed[text] = _failed.get(text, 0) + 1
 
 
 def _report() -> None:
     """Prints the errors of dropped pushes, of which the program has not learned. The node has left the job."""
     _reap(SLICE)
-    while _failed:
-        print(f"gohvd: a push failed and the program did not wait for it: {_failed.pop(0)}", file=sys.stderr)
+    for text, count in list(_failed.items()):
+        what = "a push failed and the program did not wait for it"
+        if count > 1:
+            what = f"{count} pushes failed and the program did not wait for them"
+        print(f"gohvd: {what}: {text}", file=sys.stderr)
+    _failed.clear()
 
 
 class Worker:
