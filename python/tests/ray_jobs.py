@@ -511,6 +511,22 @@ class RayLongTest(RayCluster):
             weights = [pathlib.Path(folder, f"weights.{rank}").read_text() for rank in range(2)]
         self.assertEqual(weights[0], weights[1])
 
+    def test_ray_train_errors_of_leaving(self) -> None:
+        """The workers leave their job also if torch does not leave it without an error, and their errors are printed."""
+        import gohvd.ray.train
+
+        group = unittest.mock.MagicMock()
+        group.execute_async = lambda f, **_: [raise_error.remote("no way out" if f is basics.shutdown else "torch failed")]
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            with self.assertRaisesRegex(ray.exceptions.RayTaskError, "torch failed"):
+                gohvd.ray.train._Backend().on_shutdown(group, None)
+        self.assertRegex(printed.getvalue(), "(?s)rank 0 has left its job with an error: .*no way out")
+
+
+@ray.remote
+def raise_error(text: str) -> None:
+    raise ValueError(text)
+
 
 def train(config: dict[str, str]) -> None:
     """Trains on the images of digits of the examples with DDP, and writes the weights to a file. In the first attempt,

@@ -312,18 +312,7 @@ class RayExecutor:
 
     def _leave(self, limit: float) -> list[int]:
         """Lets all workers leave their job, and prints their errors. Returns the ranks that have not left in time."""
-        refs = [w.leave.remote() for w in self._workers]
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=limit)
-        for rank, ref in enumerate(refs):
-            if ref in late:
-                continue
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayActorError:
-                pass  # a call of a function raises it
-            except Exception as e:
-                print(f"gohvd: rank {rank} has left its job with an error: {e}", file=sys.stderr)
-        return [rank for rank, ref in enumerate(refs) if ref in late]
+        return await_left([w.leave.remote() for w in self._workers], limit)
 
     def _has_failed(self) -> bool:
         """Returns whether a call has failed since the workers have started or have left a failed job."""
@@ -353,6 +342,23 @@ class RayExecutor:
         if failure is not None:
             raise failure
         return ray.get(refs)
+
+
+def await_left(refs: list[Any], limit: float) -> list[int]:
+    """Waits until workers have left their job, and prints their errors. The references are those of the calls, by rank.
+    Returns the ranks that have not left in time.
+    """
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=limit)
+    for rank, ref in enumerate(refs):
+        if ref in late:
+            continue
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayActorError:
+            pass  # a call of a function raises it
+        except Exception as e:
+            print(f"gohvd: rank {rank} has left its job with an error: {e}", file=sys.stderr)
+    return [rank for rank, ref in enumerate(refs) if ref in late]
 
 
 def _failed(ref: Any) -> bool:

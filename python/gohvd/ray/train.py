@@ -11,7 +11,7 @@ import ray.train.torch
 from ray.train.torch.config import _TorchBackend
 
 from .. import __version__, _meeting, basics
-from . import _LEAVE_SECONDS
+from . import _LEAVE_SECONDS, await_left
 
 
 @dataclasses.dataclass
@@ -48,10 +48,11 @@ class _Backend(_TorchBackend):
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         try:
             super().on_shutdown(worker_group, backend_config)
-            refs = worker_group.execute_async(basics.shutdown)
-            ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_SECONDS)
         finally:
-            self._close()
+            try:
+                await_left(worker_group.execute_async(basics.shutdown), _LEAVE_SECONDS)
+            finally:
+                self._close()
 
     def _close(self) -> None:
         if self._store is not None:
