@@ -86,6 +86,7 @@ type Coordinator struct {
 	lastCycle time.Duration // the time at which the last cycle was issued
 	combined  time.Duration // in lock-step, the time at which all ranks had entered the last cycle
 	leaving   int           // number of ranks that will submit nothing more
+	left      []topo.Rank   // ranks that have sent bye in this turn, while others stay
 	stopSent  bool          // whether every rank was stopped
 	// stopReason is the reason for which the job is stopped. It is empty if every rank has asked for the
 	// stop. stopRanks are the ranks whose shutdown is the reason.
@@ -324,12 +325,14 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 		}
 		c.handleBye(from)
 	case message.UpReleased:
-		if int(up.Suspect) >= len(c.ranks.all) {
-			c.failSender(from, fmt.Errorf("got a report that all operations with rank %d have ended, want a rank from 0 to %d", up.Suspect,
-				len(c.ranks.all)-1))
-			return
+		for _, r := range up.Released {
+			if int(r) >= len(c.ranks.all) {
+				c.failSender(from, fmt.Errorf("got a report that all operations with rank %d have ended, want a rank from 0 to %d", r,
+					len(c.ranks.all)-1))
+				return
+			}
+			c.released(r, from)
 		}
-		c.released(up.Suspect, from)
 	case message.UpSuspect:
 		c.suspect(from, up)
 	case message.UpLost, message.UpFault:
@@ -592,6 +595,7 @@ func (c *Coordinator) Ready() []Outgoing {
 		return nil
 	}
 	c.forget()
+	c.tellLeft()
 	if !c.cfg.Lockstep {
 		if c.leaving > 0 && c.state == running {
 			c.checkLeavers()

@@ -288,18 +288,31 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 	if c.state != running || r == 0 {
 		return
 	}
-	k := &c.ranks.all[r]
+	c.left = append(c.left, r)
+}
+
+// tellLeft tells the ranks that stay which ranks have sent bye in this turn. If each bye had a frame, the
+// shutdown of a job of n ranks would have n^2 frames.
+func (c *Coordinator) tellLeft() {
+	if len(c.left) == 0 || c.state != running {
+		return
+	}
 	var others []topo.Rank
 	for i := range c.ranks.all {
 		if o := &c.ranks.all[i]; !o.bye && !o.lost {
-			k.holders.Set(uint32(i))
 			others = append(others, topo.Rank(i))
+			for _, r := range c.left {
+				c.ranks.all[r].holders.Set(uint32(i))
+			}
 		}
 	}
 	if len(others) > 0 {
-		c.emitLeavers(message.DownLeft, []topo.Rank{r}, others)
+		c.emitLeavers(message.DownLeft, c.left, others)
 	}
-	c.closeReleased(r)
+	for _, r := range c.left {
+		c.closeReleased(r)
+	}
+	c.left = nil // the frame has the old slice
 }
 
 // emitLeavers emits frames of type t that name ranks which have left or are leaving. A recipient gets those

@@ -564,13 +564,17 @@ func (m *Member) appendFrames() {
 		m.completeNews()
 		m.ups = append(m.ups, &m.up)
 	}
+	var released []topo.Rank
 	m.left = slices.DeleteFunc(m.left, func(r topo.Rank) bool {
 		if m.executes(r) || slices.Contains(m.receives, r) {
 			return false
 		}
-		m.ups = append(m.ups, &message.Up{Type: message.UpReleased, Seen: m.seen, Suspect: r})
+		released = append(released, r)
 		return true
 	})
+	if released != nil {
+		m.ups = append(m.ups, &message.Up{Type: message.UpReleased, Seen: m.seen, Released: released})
+	}
 	if m.suspectFrame { // before a timeout, which the suspicion may explain
 		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen,
 			Suspects: m.suspected.Ranks, Reason: m.suspected.Reason})

@@ -105,7 +105,7 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 		b = appendText(b, u.Reason)
 	case UpReleased:
-		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
+		b = appendRanks(b, u.Released)
 	case UpHeartbeat, UpTimeout:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
 		b = binary.LittleEndian.AppendUint32(b, u.Millis)
@@ -170,7 +170,7 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Suspect = d.rank()
 		u.Reason = d.text()
 	case UpReleased:
-		u.Suspect = d.rank()
+		d.ranks(&u.Released)
 	default:
 		d.fail(fmt.Errorf("got unknown type %d", u.Type))
 	}

@@ -39,8 +39,8 @@ const (
 	// UpTimeout reports that an operation has not finished within the timeout of its caller, or that the
 	// context of the sender's Shutdown has ended before the sender has left.
 	UpTimeout
-	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with a
-	// rank that has left.
+	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with
+	// ranks that have left.
 	UpReleased
 	// UpLost reports that the control connection of a rank to its leader has ended. The leader sends it.
 	UpLost
@@ -64,10 +64,12 @@ type Up struct {
 	Operations uint64
 	// Sets has one element for each process set about which the sender has news.
 	Sets []UpSet
-	// Suspect is the rank that has left in an UpReleased, the rank at the other end of the connection in an
-	// UpLost and an UpFault, and the rank with which the sender exchanges the message in an UpTimeout with
-	// Message. That is the sender itself if it can be any rank.
+	// Suspect is the rank at the other end of the connection in an UpLost and an UpFault, and the rank with
+	// which the sender exchanges the message in an UpTimeout with Message. That is the sender itself if it
+	// can be any rank.
 	Suspect topo.Rank
+	// Released are the ranks that have left in an UpReleased.
+	Released []topo.Rank
 	// Suspects are the suspected ranks in an UpSuspect, in ascending order. At least one of them has failed.
 	Suspects []topo.Rank
 	// Reason is why the sender suspects ranks (UpSuspect), what has happened to a connection (UpLost and
@@ -147,8 +149,8 @@ const (
 	// DownClose tells the recipient, which has sent UpBye, that no rank needs it anymore and that it may
 	// close its connections.
 	DownClose
-	// DownLeft says that the ranks in Down.Ranks have left the job in an orderly way. Each recipient answers
-	// with UpReleased for each of these ranks when it needs the rank no more.
+	// DownLeft says that the ranks in Down.Ranks have left the job in an orderly way. When a
+	// recipient needs some of these ranks no more, it names them in an UpReleased.
 	DownLeft
 )
 

@@ -33,7 +33,7 @@ func (u *Up) String() string {
 	case UpLost, UpFault:
 		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
 	case UpReleased:
-		fmt.Fprintf(&b, " rank=%d", u.Suspect)
+		fmt.Fprintf(&b, " ranks=%s", listText(u.Released))
 	}
 	if u.Tensor != "" && !u.Shutdown {
 		fmt.Fprintf(&b, " set=%d %s %v", u.Set, u.Tensor, time.Duration(u.Millis)*time.Millisecond)
