@@ -119,8 +119,6 @@ class State:
         """What restore needs for the commit before the last one, while the last one is not granted."""
         self._is_commit = is_commit
         """Whether what save has saved last, or _before if there is one, is a commit that was granted."""
-        self._interrupted_commit = False
-        """Whether commit has raised HostsUpdatedInterrupt, so that the present state is a commit."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
         """Registers functions that on_reset calls."""
@@ -165,7 +163,6 @@ class State:
             asked = _progress().changes
         if self._voting:
             self._is_commit, self._voting, self._before = True, False, None
-            self._interrupted_commit = asked != 0
         if asked:
             raise HostsUpdatedInterrupt(asked == _library.REMOVED)
 
@@ -288,8 +285,8 @@ def run_fn(func: Callable[..., _T], reset: Callable[[], None], step: bool = Fals
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_DONE)
                     return result
                 except HostsUpdatedInterrupt:
-                    if not step and not state._interrupted_commit:
-                        state.save()
+                    if not step:
+                        state.save()  # also after commit, because the program may have changed the state since then
                     _library.call(_library.waiting.hvd_elastic_end, _library.TRAINING_CHANGED)
                     state._is_commit = True
                 except RuntimeError as e:

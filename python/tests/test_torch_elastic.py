@@ -335,6 +335,24 @@ class Elastic(RanksTest):
             hvd.elastic.HostsUpdatedInterrupt()
         self.assertIs(pickle.loads(pickle.dumps(caught.exception)).skip_sync, False)
 
+    def test_a_change_after_an_interrupt(self) -> None:
+        """What a program changes after an interrupt is in the state to which the ranks go back, as new ranks get it too."""
+        state = hvd.elastic.TorchState(interrupts=0)
+
+        @hvd.elastic.run
+        def train(state):
+            if state.interrupts == 0:
+                state.on_hosts_updated(1, 1)
+                try:
+                    state.commit()
+                except hvd.elastic.HostsUpdatedInterrupt:
+                    state.interrupts += 1
+                    raise
+            state.restore()  # as after the death of a rank
+            return state.interrupts
+
+        self.assertEqual(train(state), 1)
+
     def test_own_errors(self) -> None:
         """Errors that are not the failure of ranks leave the wrapper, and the job goes on."""
         for error in (KeyError("mine"), SystemExit(3)):
