@@ -117,6 +117,8 @@ class State:
         """Whether the next vote is about a commit."""
         self._before: Any = None
         """What restore needs for the commit before the last one, while the last one is not granted."""
+        self._undecided = False
+        """Whether a rank has failed in the vote of a commit. Other ranks may know that all have saved it, or may not."""
         self._is_commit = is_commit
         """Whether what save has saved last, or _before if there is one, is a commit that was granted."""
 
@@ -143,10 +145,15 @@ class State:
         """
         if self._by_steps:
             return self.check_host_updates()
-        self._before, was_commit = self._saved(), self._is_commit
-        self.save()
-        self._is_commit, self._voting = was_commit, True
-        self.check_host_updates()
+        if not self._undecided:  # restore may need both commits, also if the program commits again in a handler
+            self._before, was_commit = self._saved(), self._is_commit
+            self.save()
+            self._is_commit, self._voting = was_commit, True
+        try:
+            self.check_host_updates()
+        except PeerError:
+            self._undecided = True
+            raise
 
     def check_host_updates(self) -> None:
         """Waits for all ranks, and raises HostsUpdatedInterrupt at all of them if their number is to change. All ranks

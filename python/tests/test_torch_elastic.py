@@ -242,9 +242,12 @@ class Elastic(RanksTest):
         with torch.no_grad():
             model.weight.fill_(2.0)
         state.epoch = 2
-        with mock.patch("gohvd.elastic._vote", side_effect=hvd.HorovodInternalError("a rank has died")):
-            with self.assertRaises(hvd.HorovodInternalError):
+        with mock.patch("gohvd.elastic._vote", side_effect=PeerError("rank 1 failed", [1])):
+            with self.assertRaises(PeerError):
                 state.commit()
+            state.epoch = 3
+            with self.assertRaises(PeerError):
+                state.commit()  # as in an exception handler; other ranks may have the commit of epoch 2
         self.assertFalse(state._loose())
         state.restore()
         self.assertEqual((state.epoch, model.weight.item()), (2, 2.0))
