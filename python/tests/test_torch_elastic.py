@@ -99,6 +99,19 @@ class Elastic(RanksTest):
         self.equal(state.optimizer.state[state.model.weight]["momentum_buffer"], torch.full((2, 3), sender + 1.0))
         self.assertEqual((state.epoch, state.seen), (0, [0]))
 
+    def test_sync_of_another_model(self) -> None:
+        """A rank whose model has other tensors than that of the root fails before it gets any."""
+        last = self.size - 1
+        for other in (torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(3, 2)), torch.nn.Linear(3, 2).double()):
+            state = hvd.elastic.TorchState(model=other if self.rank == last else torch.nn.Linear(3, 2))
+            with mock.patch.object(states, "send_parameters") as send:
+                if 0 < self.rank == last:
+                    with self.assertRaisesRegex(ValueError, "other tensors than that of rank 0"):
+                        state._handlers["model"].sync()
+                else:
+                    state._handlers["model"].sync()
+            self.assertEqual(send.called, self.rank < last or last == 0)
+
     def test_sync_after_pairs(self) -> None:
         """A sync that the program calls itself sends the state of the first rank to all."""
         state, progress = self.state(), elastic._progress()

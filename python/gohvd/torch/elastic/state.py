@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -65,7 +66,19 @@ class ModelStateHandler(_ByStateDict):
         self.value.load_state_dict(self._saved)  # which copies the tensors
 
     def sync(self) -> None:
-        send_parameters(self.value.state_dict(), self.route)
+        """Raises ValueError at a rank whose model has other tensors than that of the root. Otherwise it would get part of
+        them, or all ranks would wait for operations that only some of them have.
+        """
+        state = self.value.state_dict()
+        ours = [(n, tuple(x.shape), x.dtype) for n, x in sorted(state.items()) if isinstance(x, torch.Tensor)]
+        theirs = broadcast_object(ours, self.route.root)
+        if ours != theirs:
+            here, there = next((a, b) for a, b in itertools.zip_longest(ours, theirs) if a != b)
+            raise ValueError(
+                f"TorchState: the model of this rank has other tensors than that of rank {self.route.root}: {here} is here, "
+                f"and {there} is there: make the same model in all processes"
+            )
+        send_parameters(state, self.route)
 
 
 class OptimizerStateHandler(_ByStateDict):
