@@ -14,7 +14,7 @@ from gohvd.torch.mpi_ops import rank, size
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
     """Distributes the samples of a data set among the ranks, except those that were processed in this epoch already.
 
-    All ranks get the same number of samples. If the samples do not divide evenly, the first ones are used twice.
+    All ranks get the same number of samples. If the samples do not divide evenly, the first ones are used again.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
