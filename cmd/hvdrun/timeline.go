@@ -138,7 +138,7 @@ func (r *runner) readTimelines(ctx context.Context, given *timelineFlags, paths 
 	} = result
 	if given.compare != "" {
 		var bad error
-		printed, bad, err = compareWith(given.compare, result, strings.Join(paths, " "))
+		printed, _, bad, err = compareWith(given.compare, result, strings.Join(paths, " "))
 		if err != nil {
 			return fmt.Errorf("timeline: --compare: %w", err)
 		}
@@ -153,16 +153,17 @@ func (r *runner) readTimelines(ctx context.Context, given *timelineFlags, paths 
 	return printed.WriteText(r.stdout)
 }
 
-// compareWith compares the run whose timelines are at path with run a. title says what a is. bad is that of
-// report.Open.
-func compareWith(path string, a *report.Report, title string) (c *report.Comparison, bad, err error) {
-	job, bad, err := report.Open([]string{path})
+// compareWith compares the run whose timelines are at path with run a. title says what a is. job and bad are
+// those of report.Open.
+func compareWith(path string, a *report.Report, title string) (c *report.Comparison, job *report.Job,
+	bad, err error) {
+	job, bad, err = report.Open([]string{path})
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	b, err := job.Report(report.Options{})
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
-	return report.Compare(a, b, title, path), bad, nil
+	return report.Compare(a, b, title, path), job, bad, nil
 }

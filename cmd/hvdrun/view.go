@@ -105,8 +105,9 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 	if err != nil {
 		return fmt.Errorf("view: %w", err)
 	}
+	var other *report.Job
 	if given.compare != "" {
-		run.Compared, bad, err = compareWith(given.compare, run.Report(), title)
+		run.Compared, other, bad, err = compareWith(given.compare, run.Report(), title)
 		if err != nil {
 			return fmt.Errorf("view: --compare: %w", err)
 		}
@@ -115,6 +116,9 @@ func (r *runner) viewTimelines(ctx context.Context, given *viewFlags, paths []st
 		}
 	}
 	if given.export != "" {
+		if job.Reads(given.export) || other != nil && other.Reads(given.export) {
+			return fmt.Errorf("view: the output %s is one of the timelines: choose another name", given.export)
+		}
 		if err := exportTo(given.export, run, append(paths, given.compare)...); err != nil {
 			return fmt.Errorf("view: %w", err)
 		}

@@ -137,6 +137,9 @@ func TestViewOfWhatIsNone(t *testing.T) {
 		{[]string{"--addr", "x", dir}, 1, "missing port in address"},
 		{[]string{"--export", filepath.Join(dir, "none", "out.html"), dir}, 1, "no such file or directory"},
 		{[]string{"--export", page, half}, 0, "wrote " + page},
+		{[]string{"--export", filepath.Join(dir, "t.json"), dir}, 1, "t.json is one of the timelines"},
+		{[]string{"--export", filepath.Join(dir, "t.json"), "--compare", dir, half}, 1,
+			"t.json is one of the timelines"},
 		{[]string{"--export", page, mixed}, 0, "wrote " + page},
 	} {
 		stdout, stderr, status := output(t, append([]string{"view"}, c.args...)...)

@@ -10,6 +10,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -75,14 +76,12 @@ type merger struct {
 // device is written as it is; what is neither a file nor a device is an error. If ctx ends, Merge leaves no
 // file and returns the cause.
 func (j *Job) Merge(ctx context.Context, path string) (sum Merged, err error) {
+	if j.Reads(path) {
+		return sum, fmt.Errorf("the output %s is one of the files to merge: choose another name", path)
+	}
 	m := &merger{separator: "["}
 	clockError := int64(0)
 	for _, r := range j.ranks {
-		for _, s := range r.segments {
-			if same(s.path, path) {
-				return sum, fmt.Errorf("the output %s is one of the files to merge: choose another name", path)
-			}
-		}
 		m.shift, clockError = max(m.shift, -r.clock.reference(0)), max(clockError, r.clock.err)
 	}
 	f, name, err := openMerged(path)
@@ -133,6 +132,13 @@ func openMerged(path string) (f *os.File, name string, err error) {
 	}
 	f, err = os.CreateTemp(filepath.Dir(name), ".hvdrun-timeline-")
 	return f, name, err
+}
+
+// Reads reports whether a path names one of the files of the job, which an output must not overwrite.
+func (j *Job) Reads(path string) bool {
+	return slices.ContainsFunc(j.ranks, func(r *rankFiles) bool {
+		return slices.ContainsFunc(r.segments, func(s *source) bool { return same(s.path, path) })
+	})
 }
 
 // same reports whether the paths a and b name the same file.
