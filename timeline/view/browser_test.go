@@ -400,16 +400,18 @@ func TestFramesAreBounded(t *testing.T) {
 	p.noFaults()
 }
 
+var longName = strings.Repeat("long", 50_000)
+
 var hostile = []string{
 	`<img src=x onerror="document.title='hacked'">`, `</script><script>document.title='hacked'</script>`,
 	`"><svg onload=alert(1)>`, "\u202egnp.elif\u2066", "\x1b[31mred\x1b[0m", "a\x00b", "__proto__", "constructor",
-	strings.Repeat("long", 50_000), "", "a\nb\tc", "${alert(1)}", "%s%n", "javascript:alert(1)",
+	longName, "", "a\nb\tc", "${alert(1)}", "%s%n", "javascript:alert(1)",
 }
 
 // Names of tensors do nothing but to be shown, in the page and in an exported page.
 func TestHostileNames(t *testing.T) {
 	v := testJob{ranks: 2, tensors: len(hostile), steps: 6, compute: 3000, late: 1, lateBy: 2000,
-		names: hostile}.read(t)
+		lateFrom: slices.Index(hostile, longName), names: hostile}.read(t)
 	v.Title = hostile[0]
 	for i := range v.Ranks {
 		v.Ranks[i].Host = hostile[i]
@@ -429,6 +431,9 @@ func TestHostileNames(t *testing.T) {
 	for _, url := range []string{serve(t, v).URL(), "file://" + file} {
 		p := openTab(t, url)
 		p.ready()
+		if wide := p.text(`String(document.documentElement.scrollWidth)`); wide != "1400" {
+			t.Errorf("%s: the page is %s pixels wide, want 1400", url, wide)
+		}
 		// uPlot is in the exported page as such a script.
 		elements := p.text(`String(document.querySelectorAll("img, svg, script:not([src]):not([type])").length)`)
 		if want := strconv.Itoa(strings.Count(url, "file:")); elements != want {
