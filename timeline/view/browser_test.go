@@ -533,7 +533,14 @@ func TestKeysAndTools(t *testing.T) {
 	var wide float64
 	p.list(`document.getElementById("timeline").clientWidth`, &wide)
 	share := (begin(1) + 1000 - window.FromUS) / (window.ToUS - window.FromUS)
-	p.do(chromedp.MouseClickXY(p.place("timeline", 150+share*(wide-150), 50)))
+	x, y := p.place("timeline", 150+share*(wide-150), 50)
+	p.do(chromedp.MouseClickXY(x, y, chromedp.ButtonRight))
+	p.text(`fetch("data/info").then(() => "")`) // an answer to the click would come before
+	p.still()
+	if hash := p.text(`location.hash`); strings.Contains(hash, "op=") {
+		t.Errorf("a click of the right button chooses an operation: %s", hash)
+	}
+	p.do(chromedp.MouseClickXY(x, y))
 	p.wait(`location.hash.includes("op=")`)
 	p.do(chromedp.KeyEvent(".."))
 	from, to := view()
@@ -573,7 +580,7 @@ func TestKeysAndTools(t *testing.T) {
 	if a, b := view(); math.Abs(a-begin(3)+room) > 1 || math.Abs(b-begin(4)-last.LengthUS-room) > 1 {
 		t.Errorf("the brush shows %g to %g us, want steps 3 and 4 from %g us", a, b, begin(3))
 	}
-	x, y := p.place("strip", 600, 60)
+	x, y = p.place("strip", 600, 60)
 	p.do(chromedp.MouseEvent(chromedp.MousePressed, x, y, chromedp.ButtonLeft),
 		chromedp.MouseEvent(chromedp.MouseMoved, x+200, y, chromedp.ButtonLeft))
 	p.wait(`document.querySelector("#strip .u-select").offsetWidth > 100`) // uPlot draws it in the next frame

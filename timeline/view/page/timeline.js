@@ -610,6 +610,7 @@ export function start(theInfo, theReport) {
   }, { passive: false });
   let drag = null;
   c.addEventListener('pointerdown', e => {
+    if (e.button) return; // another button than the first
     drag = { x: e.offsetX, y: e.offsetY, view: visible(), moved: false };
     c.setPointerCapture(e.pointerId);
   });
