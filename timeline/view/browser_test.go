@@ -733,4 +733,11 @@ func TestPageSaysWhatIsWrong(t *testing.T) {
 	}
 	p.text(`document.getElementById("align-step").click() ?? ""`)
 	p.wait(`document.getElementById("timeline-note").textContent.includes("does not answer")`)
+	// The heat map does not show another metric than the chosen one.
+	p.text(`(() => {
+		document.getElementById("metric").value = "held";
+		document.getElementById("metric").dispatchEvent(new Event("change"));
+		return "";
+	})()`)
+	p.wait(`document.getElementById("heat").hidden && document.getElementById("heat-note").textContent.includes("does not answer")`)
 }

@@ -205,9 +205,16 @@ export function heatMap(state, choose) {
       if (!info.columns) return;
       if (this.metric !== state.metric) {
         const metric = this.metric = state.metric;
-        const data = await grid(metric);
+        let data, failed;
+        await grid(metric).then(d => { data = d; }, error => { failed = error; });
         if (metric !== this.metric) return; // another metric was chosen meanwhile
         shown = metric;
+        canvas.hidden = !!failed; // because it shows another metric
+        $('heat-note').textContent = failed ? failed.message : note;
+        if (failed) {
+          this.metric = undefined; // so that it is asked for again
+          return;
+        }
         // The full colour means at least a tenth of a step, so that small differences do not look like great ones.
         const waiters = metric === 'caused' ? info.ranks.length - 1 : 1;
         cells.show(data, report.step_us / 10 * waiters);
