@@ -496,6 +496,27 @@ func TestPageConnectsAgain(t *testing.T) {
 	p.wait(`document.getElementById("live-note").textContent.startsWith("The numbers below")`)
 }
 
+// The page goes on if the cell that is read is not in the next state.
+func TestCellThatDisappears(t *testing.T) {
+	all, _ := straggler.records(t, 0, 1, 2, 3)
+	l := newLive(t, 4)
+	p := openTab(t, serveLive(t, l).URL())
+	p.ready()
+	l.update(t, 4, State{Verdict: "many steps"}, part(all, 0, len(all[0].Entries)))
+	p.wait(`document.getElementById("numbers").innerText.includes("480 operations")`)
+	p.still()
+	p.text(`document.getElementById("heat").focus() ?? ""`)
+	p.do(chromedp.KeyEvent(strings.Repeat(kb.ArrowRight, 40)))
+	l.ranks = make(map[int]*recorded)
+	l.update(t, 4, State{Verdict: "fewer steps"}, part(all, 0, 60))
+	p.wait(`document.getElementById("numbers").innerText.includes("240 operations") && document.getElementById("live-note").textContent !== ""`)
+	p.still()
+	if got := p.text(`document.getElementById("live-note").textContent`); !strings.HasPrefix(got, "The numbers below") {
+		t.Errorf("the page says %q", got)
+	}
+	p.noFaults()
+}
+
 // The page follows a running job, shows in red which rank is missing, pauses, and stays with the verdict.
 func TestPageOfARunningJob(t *testing.T) {
 	all, want := straggler.records(t, 0, 1, 2, 3)

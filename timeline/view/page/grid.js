@@ -25,7 +25,7 @@ class Cells {
         this.draw();
         say(this.text(...this.at));
         e.preventDefault();
-      } else if (e.key === 'Enter' && this.at) {
+      } else if (e.key === 'Enter' && this.at && this.data) {
         this.choose(...this.at);
         e.preventDefault();
       }
@@ -51,6 +51,7 @@ class Cells {
   // show shows cells. The full colour is that of the greatest number, or of least if no number is as great.
   show(data, least) {
     this.data = data;
+    if (this.at?.[0] >= data.rows || this.at?.[1] >= data.columns) this.at = null; // the cell is there no more
     this.most = least;
     for (const v of data.cells) if (v > this.most) this.most = v;
     this.draw();
@@ -208,13 +209,13 @@ export function heatMap(state, choose) {
         let data, failed;
         await grid(metric).then(d => { data = d; }, error => { failed = error; });
         if (metric !== this.metric) return; // another metric was chosen meanwhile
-        shown = metric;
         canvas.hidden = !!failed; // because it shows another metric
         $('heat-note').textContent = failed ? failed.message : note;
         if (failed) {
           this.metric = undefined; // so that it is asked for again
           return;
         }
+        shown = metric;
         // The full colour means at least a tenth of a step, so that small differences do not look like great ones.
         const waiters = metric === 'caused' ? info.ranks.length - 1 : 1;
         cells.show(data, report.step_us / 10 * waiters);
