@@ -741,3 +741,38 @@ func TestPageSaysWhatIsWrong(t *testing.T) {
 	})()`)
 	p.wait(`document.getElementById("heat").hidden && document.getElementById("heat-note").textContent.includes("does not answer")`)
 }
+
+// If an entry of the list of steps stands for several steps, the brush finds it by each of their numbers.
+func TestBrushOfJoinedSteps(t *testing.T) {
+	v := testJob{ranks: 2, tensors: 1, steps: 9000, compute: 1000, late: -1}.read(t)
+	s := v.report.StepList
+	if s[1].Steps < 2 {
+		t.Fatalf("got an entry for each of %d steps, want fewer entries", len(s))
+	}
+	p := openTab(t, serve(t, v).URL())
+	p.ready()
+	last := s[len(s)-1]
+	value := p.text(`document.getElementById("brush-to").value`)
+	if want := fmt.Sprint(int64(last.Number) + last.Steps - 1); value != want {
+		t.Errorf("the last step is %s, want %s", value, want)
+	}
+	for _, c := range []struct {
+		number uint64
+		want   report.Step
+	}{{s[1].Number + 1, s[1]}, {last.Number + 100, last}} {
+		p.text(fmt.Sprintf(`(() => {
+			document.getElementById("brush-from").value = document.getElementById("brush-to").value = %d;
+			document.getElementById("brush").requestSubmit();
+			return "";
+		})()`, c.number))
+		p.still()
+		var from, to float64
+		p.list(`Number(new URLSearchParams(location.hash.slice(1)).get("from"))`, &from)
+		p.list(`Number(new URLSearchParams(location.hash.slice(1)).get("to"))`, &to)
+		begin := c.want.BeginUS - micros(v.Begin)
+		if from > begin || from < begin-c.want.LengthUS/2 || to < begin || to > begin+1.5*c.want.LengthUS {
+			t.Errorf("step %d: got %g to %g us, want %g us from %g us", c.number, from, to, c.want.LengthUS, begin)
+		}
+	}
+	p.noFaults()
+}

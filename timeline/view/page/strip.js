@@ -5,6 +5,9 @@ import { duration } from './format.js';
 
 const shown = 4; // ranks with a colour of their own
 
+// lastOf returns the number of the last step for which an entry of the list of steps stands.
+function lastOf(s) { return s.number + s.steps - 1; }
+
 // strip connects the strip with the page. choose is called with the steps that are brushed.
 export function strip(choose) {
   const place = $('strip');
@@ -38,7 +41,7 @@ export function strip(choose) {
     }
     if (document.activeElement?.closest('#brush') === null) {
       $('brush-from').value = steps[0].number;
-      $('brush-to').value = steps.at(-1).number;
+      $('brush-to').value = lastOf(steps.at(-1));
     }
     const legend = own.map((rank, i) => el('li', {}, el('span', { class: 'swatch series-' + i, 'aria-hidden': 'true' }), `rank ${rank} held up all others`));
     if (worst.length > shown) {
@@ -96,7 +99,7 @@ export function strip(choose) {
 
   function brush(a, b) {
     $('brush-from').value = steps[a - 1].number;
-    $('brush-to').value = steps[b - 1].number;
+    $('brush-to').value = lastOf(steps[b - 1]);
     const last = steps[b - 1];
     choose(steps[a - 1].begin_us, last.begin_us + last.us);
   }
@@ -104,7 +107,7 @@ export function strip(choose) {
   $('brush').addEventListener('submit', e => {
     e.preventDefault();
     const [from, to] = [Number($('brush-from').value), Number($('brush-to').value)];
-    const a = Math.max(0, steps.findIndex(s => s.number >= from)) + 1;
+    const a = steps.findIndex(s => lastOf(s) >= from) + 1 || steps.length;
     const b = steps.findLastIndex(s => s.number <= to) + 1;
     brush(a, Math.max(a, b));
   });
