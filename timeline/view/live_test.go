@@ -496,6 +496,24 @@ func TestPageConnectsAgain(t *testing.T) {
 	p.wait(`document.getElementById("live-note").textContent.startsWith("The numbers below")`)
 }
 
+// A page that hears nothing of hvdrun, because hvdrun is stopped, says so.
+func TestPageOfAStoppedHvdrun(t *testing.T) {
+	l := newLive(t, 4)
+	p := openTab(t, serveLive(t, l).URL())
+	p.ready()
+	p.text(`(() => {
+		const real = setTimeout;
+		globalThis.silence = 100;
+		globalThis.setTimeout = (f, ms) => real(f, ms === 10e3 ? silence : ms);
+		return "";
+	})()`)
+	l.update(t, 4, State{Verdict: "before"}, nil)
+	p.wait(`document.getElementById("live-note").textContent.startsWith("hvdrun has sent nothing for 10 s")`)
+	p.text(`(globalThis.silence = 1e9, "")`)
+	l.update(t, 4, State{Verdict: "after"}, nil)
+	p.wait(`document.getElementById("live-note").textContent.startsWith("The numbers below")`)
+}
+
 // The page goes on if the cell that is read is not in the next state.
 func TestCellThatDisappears(t *testing.T) {
 	all, _ := straggler.records(t, 0, 1, 2, 3)

@@ -32,7 +32,7 @@ function now(s) {
 export function follow(show) {
   const button = $('follow');
   $('live').hidden = false;
-  let stream, latest, busy = false, ended = false;
+  let stream, latest, silence, busy = false, ended = false;
   let shown; // the name of the data that are shown, since the page follows
 
   // next shows the latest state, and those that come meanwhile.
@@ -67,11 +67,21 @@ export function follow(show) {
     }
   }
 
+  // listen says so if hvdrun sends nothing. It sends a state every 0.5 s, or less often in a large job.
+  function listen() {
+    clearTimeout(silence);
+    silence = setTimeout(() => {
+      if (stream?.readyState === EventSource.OPEN) $('live-note').textContent = 'hvdrun has sent nothing for 10 s: it is stopped, or the connection is broken.';
+    }, 10e3);
+  }
+
   function begin() {
+    listen();
     shown = undefined;
     stream = new EventSource('live');
     button.textContent = 'Pause';
     stream.addEventListener('message', e => {
+      listen();
       latest = JSON.parse(e.data);
       next();
     });
