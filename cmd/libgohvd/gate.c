@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "_cgo_export.h"
@@ -108,6 +109,46 @@ static void close_sockets(const char *poller, int nested) {
 	}
 }
 
+uint64_t gohvd_inodes[GOHVD_MAX_INODES];
+
+// is_listed reports whether an inode number is in gohvd_inodes.
+static int is_listed(uint64_t inode) {
+	for (uint64_t i = 1; i <= gohvd_inodes[0]; i++) {
+		if (gohvd_inodes[i] == inode) {
+			return 1;
+		}
+	}
+	return 0;
+}
+
+// close_listed closes, in a child, the sockets in gohvd_inodes. They may be in no epoll instance, or the parent may
+// have taken them out of one after the fork.
+static void close_listed(void) {
+	_Alignas(8) char buffer[1024];
+	long n;
+	int folder = gohvd_inodes[0] ? open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+	while (folder >= 0 && (n = syscall(SYS_getdents64, folder, buffer, sizeof buffer)) > 0) {
+		for (long at = 0; at < n;) {
+			const struct entry {
+				uint64_t inode;
+				int64_t next;
+				uint16_t length;
+				uint8_t type;
+				char name[];
+			} *e = (const void *)(buffer + at);
+			struct stat s;
+			int fd = (int)strtol(e->name, NULL, 10); // . and .. are 0
+			if (!fstat(fd, &s) && S_ISSOCK(s.st_mode) && is_listed(s.st_ino)) {
+				close(fd);
+			}
+			at += e->length;
+		}
+	}
+	if (folder >= 0) {
+		close(folder);
+	}
+}
+
 // after_fork is called in a child. SIGTERM must not wait there for a goroutine, which would never run.
 static void after_fork(void) {
 	struct sigaction a;
@@ -116,6 +157,8 @@ static void after_fork(void) {
 		close_sockets(gohvd_poller, 2);
 		gohvd_poller[0] = 0; // the child may use these descriptors for other files before it forks itself
 	}
+	close_listed();
+	gohvd_inodes[0] = 0;
 	if (!sigaction(SIGTERM, NULL, &a) && is_ours(&a)) {
 		sigaction(SIGTERM, &first_term, NULL);
 	}

@@ -25,6 +25,11 @@ extern char *gohvd_path;
  * nested epoll instances that contain them. gohvd_poller is an empty text if the file is not known. */
 extern char gohvd_poller[64];
 
+/* The inode numbers of the sockets to other ranks: the number of places that were ever used, and then the places, which
+ * are 0 if they are free (ListInodes of package tcp). */
+#define GOHVD_MAX_INODES (1 << 14)
+extern uint64_t gohvd_inodes[GOHVD_MAX_INODES];
+
 /* gohvd_restore_limit undoes the change of the Go runtime to the limit of open files. */
 void gohvd_restore_limit(void);
 

@@ -38,6 +38,7 @@ import (
 	"github.com/gohvd/gohvd/internal/ps/node"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
 // process is the state of this process. hvdd may be in the folder of the library, or in the folder bin beside
@@ -63,6 +64,7 @@ func init() {
 	C.gohvd_restore_limit()
 	config.Environ = environ
 	findPoller()
+	tcp.ListInodes(unsafe.Slice((*uint64)(&C.gohvd_inodes[0]), len(C.gohvd_inodes)))
 }
 
 // findPoller sets gohvd_poller. The poller is the one that has the ends of a new pipe.

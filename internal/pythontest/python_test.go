@@ -401,6 +401,46 @@ func TestPythonWorkerOutlivesRank(t *testing.T) {
 	}
 }
 
+// forks is a program that forks between operations over TCP, and prints how many sockets the children had.
+const forks = `
+import os
+import numpy as np
+import gohvd.numpy as hvd
+
+def sockets():
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink("/proc/self/fd/" + fd).startswith("socket:"):
+                yield fd
+        except FileNotFoundError:
+            pass  # the descriptor of listdir
+
+hvd.init()
+x = np.ones(1 << 16, np.float32)
+left = 0
+for _ in range(20):
+    hvd.allreduce(x, name="x")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(list(sockets())))
+    left += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print("left", left, flush=True)
+hvd.shutdown()
+`
+
+// A forked process has no socket of the rank, also if the rank waits for no data on the socket, so that it is
+// in no epoll instance.
+func TestForkClosesSockets(t *testing.T) {
+	testnet.NeedTorch(t) // which brings numpy
+	t.Parallel()
+	cmd := job(t, 2, script(t, forks))
+	cmd.Env = append(cmd.Env, "HOROVOD_CPU_OPERATIONS=tcp")
+	out, err := cmd.CombinedOutput()
+	if n := strings.Count(string(out), "left 0\n"); err != nil || n != 2 {
+		t.Errorf("got %d ranks whose children had no socket, want 2: %v\n%s", n, err, out)
+	}
+}
+
 // pythonWorker is a program that prints the IDs of its processes, with its sidecar if it has one, and then
 // runs until it is killed.
 const pythonWorker = forkedWorker + `

@@ -23,6 +23,7 @@ import (
 // One goroutine may read while another one writes.
 type socket struct {
 	local, remote net.Addr
+	inode         int // its place in inodes
 
 	// mu is held for reading while fd is used, and for writing while the fields below change.
 	mu              sync.RWMutex
@@ -60,10 +61,14 @@ func (wouldBlock) Temporary() bool { return true }
 func newSocket(nc net.Conn) (*socket, error) {
 	s := &socket{fd: -1, local: nc.LocalAddr(), remote: nc.RemoteAddr()}
 	err := s.takeOver(nc)
+	if err == nil {
+		s.inode, err = inodes.add(s.fd) // before nc leaves the runtime's poller
+	}
 	if err = errors.Join(err, nc.Close()); err != nil {
 		if s.fd >= 0 {
 			err = errors.Join(err, unix.Close(s.fd))
 		}
+		inodes.remove(s.inode)
 		return nil, fmt.Errorf("set up a connection: %w", err)
 	}
 	s.reader.try = func(fd uintptr) bool {
@@ -252,6 +257,7 @@ func (s *socket) Close() error {
 		return net.ErrClosed
 	}
 	s.closed = true
+	defer inodes.remove(s.inode)
 	if s.file != nil {
 		return s.file.Close()
 	}
