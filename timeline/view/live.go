@@ -23,7 +23,7 @@ const (
 	// are kept.
 	liveWindow   = time.Minute
 	maxLiveBytes = 24 << 20
-	minLiveBytes = 1 << 20
+	minLiveBytes = 768 << 10
 	// Versions are kept so that a page can load what belongs to one of them: at least minMoments, and at
 	// most maxMoments if they do not have more than maxMomentOps operations together. maxPinned limits those
 	// that are kept longer, because a page that does not follow the job any more may show them.
